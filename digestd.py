@@ -1,0 +1,5697 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "aiohttp>=3.14,<4",
+#     "aiosmtplib>=5.1,<6",
+#     "cronsim>=2.8,<3",
+#     "jsonschema-rs>=0.60,<1",
+#     "peewee>=4.5.3,<5",
+#     "prometheus-client>=0.26,<1",
+#     "pydantic>=2.14,<3",
+#     "python-liquid>=2.3.6,<3",
+#     "schedule>=1.2.2,<2",
+#     "tomli>=2.4,<3",
+#     "tzdata",
+#     "watchfiles>=1.3,<2",
+# ]
+# ///
+"""digestd: one mail instead of thirty, and jobs that repeat, from one file and one SQLite database.
+
+Events come in by HTTP, from the command line, or as rows that another program inserts. A workflow collects them in
+windows per subscriber and key; when a window ends, its steps run once for all of them. Repeatables run by cron or at
+an interval. Everything that is known is a row in the database; everything that is wished for is in one TOML file.
+
+The map. A section uses only names that stand above it.
+
+    I.   the floor
+         1  Vocabulary    states and moves, units, the records that travel between sections
+         2  Errors        one base with a hint, few children
+         3  Clock         the only place that reads time; text to instants and durations, and back
+         4  Calendars     pure: from a rule and an instant to the next instant
+         5  Config        TOML to validated settings, every problem at once
+         6  Store         open, lock, migrate, models, the guarded move
+    II.  the journey of an event, each stage finding rows in one state and leaving them in the next
+         7  Ingest        check a trigger and record its events, once
+         8  Digests       place events in windows or start their run; close, hold, discard, cancel
+         9  Repeatables   specs, each with exactly one pending run
+         10 Jobs          begin steps, promote and claim jobs, compose messages
+         11 Senders       a message in, a result out; no database, no clock
+         12 Outcomes      what happened; the next try, or giving up
+    III. the engine
+         13 Tick          the stages in order, once, with one now
+         14 Daemon        the loop, the inbox, signals, reload, systemd, housekeeping
+         15 API           HTTP in and out
+         16 Simulator     the same engine under a virtual clock
+         17 Commands      the command line
+
+What it promises. A 201, or exit 0 of `digestd trigger`, means that the event is on the disk. Every event is put in
+exactly one digest, or kept with the reason why not. A message is sent at least once: at most one repeat for each crash
+or unanswered try, always with the same id. One process owns a database at a time; a crash between any two statements
+is a pause. Start reading at section 1, jump once to `tick` in section 13, then read sections 7 to 12 in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import bisect
+import calendar
+import collections
+import contextlib
+import copy
+import dataclasses
+import datetime as dt
+import difflib
+import fcntl
+import functools
+import gc
+import hashlib
+import hmac
+import importlib.metadata
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+import zoneinfo
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+
+import cronsim
+import peewee
+import pydantic
+import tomli
+
+if TYPE_CHECKING:
+    import ssl
+
+    import liquid
+
+__version__ = "0.1.0"
+
+log = logging.getLogger("digestd")
+
+
+# ======================================================================================================================
+# I. THE FLOOR
+# ======================================================================================================================
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1 Vocabulary
+# ----------------------------------------------------------------------------------------------------------------------
+# Every state and every allowed move. A state is a word in a column; nothing below invents another one.
+
+SECOND = 1_000
+MINUTE = 60 * SECOND
+HOUR = 60 * MINUTE
+DAY = 24 * HOUR
+WEEK = 7 * DAY
+MONTH = 30 * DAY  # Novu's rule for lengths; calendar months exist only in calendars
+
+CHANNELS = ("email", "sms", "push", "chat", "in_app")
+BATCH = 500  # rows that one stage moves in one transaction, so that no caller waits long for its turn
+MAX_EVENTS_SHOWN = 10_000  # events listed with their payload in a webhook body
+MAX_EVENTS_BYTES = 1 << 20
+MAX_BODY = 512 * 1024
+MAX_DEPTH = 100  # levels of nesting in a JSON document from outside
+MAX_SUBJECT = 150
+MAX_WAITS = 3  # holds for the subscriber's hours, in all
+MAX_INTERRUPTIONS = 3  # tries in a row that ended with the process: then the message is held to be the cause
+
+EVENT_MOVES = {("received", "placed"), ("received", "failed"), ("received", "cancelled"), ("placed", "cancelled")}
+DIGEST_MOVES = {
+    ("open", "held"), ("held", "held"), ("open", "closed"), ("held", "closed"),
+    ("open", "discarded"), ("held", "discarded"),
+}  # fmt: skip
+RUN_MOVES = {
+    ("active", "completed"), ("active", "failed"), ("active", "cancelled"), ("active", "merged"),
+    ("failed", "active"), ("merged", "cancelled"),
+}  # fmt: skip
+JOB_MOVES = {
+    ("delayed", "waiting"), ("waiting", "active"), ("active", "completed"), ("active", "failed"),
+    ("active", "delayed"), ("active", "waiting"), ("failed", "waiting"),
+    ("delayed", "cancelled"), ("waiting", "cancelled"), ("delayed", "skipped"), ("waiting", "skipped"),
+    ("active", "skipped"),
+}  # fmt: skip
+REPEATABLE_MOVES = {
+    ("active", "paused"), ("paused", "active"), ("active", "finished"), ("active", "broken"), ("active", "retired"),
+    ("paused", "retired"), ("broken", "active"), ("broken", "retired"), ("finished", "retired"),
+    ("finished", "active"), ("retired", "active"),
+}  # fmt: skip
+MOVES: dict[str, set[tuple[str, str]]] = {
+    "events": EVENT_MOVES,
+    "digests": DIGEST_MOVES,
+    "runs": RUN_MOVES,
+    "jobs": JOB_MOVES,
+    "repeatables": REPEATABLE_MOVES,
+}
+UNFINISHED_JOB = ("delayed", "waiting", "active")
+
+
+class Recipient(NamedTuple):
+    """One subscriber that a trigger names: the public id and the fields that came with it."""
+
+    subscriber_id: str
+    fields: dict[str, Any]
+
+
+class Trigger(NamedTuple):
+    """A checked trigger: one workflow, its recipients, one payload."""
+
+    workflow: str
+    recipients: list[Recipient]
+    payload: dict[str, Any]
+    payload_text: str
+    transaction_id: str
+
+
+class TriggerAnswer(NamedTuple):
+    """What the caller of a trigger is told; `errors` is empty when it was taken."""
+
+    status: str
+    transaction_id: str | None
+    errors: tuple[str, ...] = ()
+
+
+class Event(NamedTuple):
+    """An event that was recorded and has no place yet. Times in ms."""
+
+    id: int
+    workflow: str
+    subscriber_id: str
+    payload: dict[str, Any]
+    received_at: int
+
+
+class DigestedEvent(NamedTuple):
+    """One event as templates and webhook bodies see it, oldest first. Time in ms."""
+
+    id: int
+    time_at: int
+    payload_text: str
+    transaction_id: str | None
+
+
+@dataclasses.dataclass(slots=True)
+class Draft:
+    """All that a message is composed from, read at its first try; composing needs neither database nor clock."""
+
+    job_id: int
+    public_id: str
+    channel: str  # email, sms, push, chat, in_app, or message for a repeatable
+    sender: Any  # the sender's settings
+    content: Any  # the step or repeatable whose templates are rendered
+    now: int
+    created_at: int  # when the window closed, the event came, or the slot was
+    workflow: str | None = None
+    step: str | None = None
+    subscriber: dict[str, Any] = dataclasses.field(default_factory=dict)
+    digest_id: int | None = None
+    digest_key: str = ""
+    has_digest: bool = False
+    events: list[DigestedEvent] = dataclasses.field(default_factory=list)
+    steps: dict[str, list[DigestedEvent]] = dataclasses.field(default_factory=dict)
+    repeatable: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """What a sender sends: finished bytes and where to, the same on every try."""
+
+    body: str
+    content_type: str = "text/plain; charset=utf-8"
+    subject: str | None = None
+    to: str | None = None
+    summary: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class Claim:
+    """One try that has been written down and is now to be made. `message` is None until the draft is composed."""
+
+    job_id: int
+    attempt_id: int
+    number: int
+    started_at: int
+    public_id: str
+    sender_name: str
+    sender: Any
+    message: Message | None = None
+    draft: Draft | None = None
+    result: SendResult | None = None  # known before any sending: the template failed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendResult:
+    """What came of a try. `outcome` is sent, temporary or permanent; spans in ms."""
+
+    job_id: int
+    attempt_id: int
+    outcome: str
+    reason: str | None = None
+    status_code: int | None = None
+    retry_after_ms: int | None = None
+    retry_at: int | None = None
+    took_ms: int | None = None
+
+
+class TickReport(NamedTuple):
+    """What one tick did: rows moved, tries to make, and whether more is due at once."""
+
+    moved: int
+    claims: list[Claim]
+    more: bool
+
+
+# What arrives on the daemon's inbox. `reply` is a future that gets the answer after the commit.
+
+
+class TriggerCall(NamedTuple):
+    triggers: list[Trigger | TriggerAnswer]
+    reply: asyncio.Future[list[TriggerAnswer]] | None
+
+
+class CancelCall(NamedTuple):
+    transaction_id: str
+    reply: asyncio.Future[bool] | None
+
+
+class Composed(NamedTuple):
+    claim: Claim
+    reply: asyncio.Future[bool]
+
+
+class Sent(NamedTuple):
+    result: SendResult
+    sender_name: str
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2 Errors
+# ----------------------------------------------------------------------------------------------------------------------
+# A message says where, what was found and what would be right; the hint says what to do about it.
+
+
+class DigestdError(Exception):
+    """Base of everything digestd raises on purpose. `exit_code` is what a command ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(DigestdError):
+    """The command line, or a rule given on it, is wrong."""
+
+    exit_code = 2
+
+
+class RuleError(DigestdError):
+    """A cron text, interval, duration, zone or schedule that cannot be used."""
+
+    exit_code = 2
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong in the config file."""
+
+    file: str
+    line: int
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}: " if self.line else f"{self.file}: "
+        return where + (f"{self.path}: {self.text}" if self.path else self.text)
+
+
+class ConfigError(DigestdError):
+    """The config file has problems; all of them are in `problems`."""
+
+    exit_code = 78
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = tuple(problems)
+
+
+class StoreError(DigestdError):
+    """The database cannot be used: not there, not ours, too new, damaged, locked, read-only."""
+
+
+class IllegalMove(DigestdError):
+    """A change of state that MOVES does not allow: a bug, never bad input."""
+
+
+class Rejected(DigestdError):
+    """A request that is refused: the HTTP status, the message, and the field it is about."""
+
+    def __init__(self, status: int, message: str, field: str = "general") -> None:
+        super().__init__(message)
+        self.status = status
+        self.field = field
+
+
+def one_line(text: str) -> str:
+    """A text as one line of a log: whoever wrote it, it cannot forge a second one."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+class PermanentFailure(DigestdError):
+    """Trying again cannot help: a broken template, an address that is none."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3 Clock
+# ----------------------------------------------------------------------------------------------------------------------
+# The only place that reads time. Everything else is handed `now`, an int of milliseconds since 1970 UTC.
+
+UTC = dt.UTC
+EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+FAR_FUTURE = 253_402_300_799_000  # the end of year 9999, past which no instant is kept
+
+_UNITS = {"mo": MONTH, "w": WEEK, "d": DAY, "h": HOUR, "m": MINUTE, "s": SECOND, "ms": 1}
+_DURATION = re.compile(r"(?:(\d{1,15})(mo|ms|w|d|h|m|s))", re.ASCII)
+_INSTANT = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?\s?([Zz]|[+-]\d\d(?::?\d\d)?)?", re.ASCII
+)
+
+
+class Clock(Protocol):
+    """What tells the time: the system's clock, or one that the simulator and the tests move by hand."""
+
+    def now(self) -> int:
+        """Milliseconds since 1970 UTC."""
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that is never set back; only differences mean anything."""
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def now(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that stands still until it is moved. Starts at `at`, in ms."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def now(self) -> int:
+        return self.at
+
+    def monotonic(self) -> float:
+        return self.at / 1000
+
+
+def iso_text(at: int) -> str:
+    """An instant as ISO 8601 in UTC; the fraction is written only where there is one."""
+    moment = EPOCH + dt.timedelta(milliseconds=at)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S") + (f".{at % 1000:03d}Z" if at % 1000 else "Z")
+
+
+def utc_text(at: int | None) -> str:
+    """An instant for people, in UTC to the second; '-' for none."""
+    return "-" if at is None else (EPOCH + dt.timedelta(milliseconds=at)).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def parse_instant(text: str, zone: dt.tzinfo | None = None) -> int:
+    """Milliseconds since 1970 for an ISO 8601 date and time.
+
+    An offset or Z is needed unless `zone` is given. Second 60 is read as the first of the next minute. Raises RuleError
+    for anything that is not a real date and time.
+    """
+    match = _INSTANT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if not match:
+        raise RuleError(f"{text!r} is not a date and time; write it as 2026-03-09T09:00:00Z")
+    year, month, day, hour, minute = (int(part) for part in match.group(1, 2, 3, 4, 5))
+    second = int(match[6] or 0)
+    offset = match[8]
+    if offset is None and zone is None:
+        raise RuleError(f"{text!r} has no offset; end it with Z or with one like +02:00")
+    try:
+        leap = second == 60
+        moment = dt.datetime(year, month, day, hour, minute, 59 if leap else second, tzinfo=_offset(offset) or zone)
+        at = (moment - EPOCH) // dt.timedelta(milliseconds=1) + (SECOND if leap else 0)
+    except (ValueError, OverflowError) as error:
+        raise RuleError(f"{text!r} is not a real date and time: {error}") from None
+    return at + int((match[7] or "0").ljust(3, "0")[:3])
+
+
+def _offset(text: str | None) -> dt.timezone | None:
+    if text is None:
+        return None
+    if text in "Zz":
+        return UTC
+    hours, minutes = int(text[1:3]), int(text[3:].lstrip(":") or 0)
+    if hours > 23 or minutes > 59:
+        raise ValueError(f"the offset {text} is out of range")
+    return dt.timezone((1 if text[0] == "+" else -1) * dt.timedelta(hours=hours, minutes=minutes))
+
+
+def parse_duration(text: object) -> int:
+    """Milliseconds for a text such as 500ms, 90s, 10m, 1h30m, 7d, 2w, 3mo (a month is 30 days). Raises RuleError."""
+    if not isinstance(text, str):
+        raise RuleError(f"{text!r} is not a duration; write a text with a unit, such as \"10m\"")
+    parts = _DURATION.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise RuleError(
+            f"{text!r} is not a duration; write numbers with the units mo w d h m s ms, such as \"90s\" or \"1h30m\""
+        )
+    units = [unit for _, unit in parts]
+    if sorted(set(units), key=list(_UNITS).index) != units:
+        raise RuleError(f"{text!r} is not a duration: each unit once, from the longest to the shortest")
+    total = sum(int(number) * _UNITS[unit] for number, unit in parts)
+    if total == 0:
+        raise RuleError(f"{text!r} is no time at all; the shortest duration is 1ms")
+    if total > 10_000 * 365 * DAY:
+        raise RuleError(f"{text!r} is longer than 10,000 years")
+    return total
+
+
+def duration_text(span_ms: int) -> str:
+    """A span as the config writes it: 5400000 is 1h30m."""
+    if span_ms == 0:
+        return "0s"
+    text, rest = "", abs(span_ms)
+    for unit in ("d", "h", "m", "s", "ms"):
+        count, rest = divmod(rest, _UNITS[unit])
+        text += f"{count}{unit}" if count else ""
+    return ("-" if span_ms < 0 else "") + text
+
+
+def new_public_id(prefix: str, now: int) -> str:
+    """An id for the outside: ordered by time, unguessable, without a dot (the webhook signature forbids one)."""
+    return f"{prefix}_{now:012x}{secrets.token_hex(8)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4 Calendars
+# ----------------------------------------------------------------------------------------------------------------------
+# Pure functions from a rule and an instant to the next instant, strictly after it. No clock, no database.
+# One rule for clock changes, for cron and scheduled windows alike: planned local times are enumerated; one inside a gap
+# moves forward by the length of the gap; an ambiguous one means its first occurrence, except when all 24 hours are
+# selected, then both; equal instants are one; a local day that the zone left out has no run.
+
+_ZONE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(?:/[A-Za-z0-9][A-Za-z0-9_+-]*)*", re.ASCII)
+_NO_ZONES = re.compile(r"posix/|right/|posixrules$|localtime$|Factory$|leapseconds$|tzdata", re.ASCII)
+_MARGIN_MS = 4 * HOUR  # no zone moves its clock by more, apart from those that left out a whole day
+
+CRON_ALIASES = {
+    "@yearly": "0 0 0 1 1 *", "@annually": "0 0 0 1 1 *", "@monthly": "0 0 0 1 * *", "@weekly": "0 0 0 * * 0",
+    "@daily": "0 0 0 * * *", "@hourly": "0 0 * * * *", "@minutely": "0 * * * * *", "@secondly": "* * * * * *",
+    "@weekdays": "0 0 0 * * 1-5", "@weekends": "0 0 0 * * 0,6",
+}  # fmt: skip
+MONTH_NAMES = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+DAY_NAMES = "sun mon tue wed thu fri sat".split()
+LONG_DAYS = "sunday monday tuesday wednesday thursday friday saturday".split()
+
+
+class Rule(Protocol):
+    """A rule that says when: cron, an interval, a scheduled window."""
+
+    def next_after(self, at: int) -> int | None:
+        """The first instant strictly after `at`, in ms; None when there is none."""
+
+
+@functools.lru_cache(maxsize=1024)
+def load_zone(name: str) -> zoneinfo.ZoneInfo:
+    """The zone of an IANA name. Raises RuleError for anything else, also for names that only look like files."""
+    hint = "use an IANA name such as Europe/Berlin or UTC"
+    if not isinstance(name, str) or not _ZONE_NAME.fullmatch(name) or _NO_ZONES.match(name) or len(name) > 64:
+        raise RuleError(f"{name!r} is not a time zone; {hint}")
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+        raise RuleError(f"{name!r} is not a time zone that this system or the tzdata package knows; {hint}") from None
+
+
+def local_time(at: int, zone: dt.tzinfo) -> dt.datetime:
+    """The wall-clock time at an instant, without zone."""
+    return (EPOCH + dt.timedelta(milliseconds=at)).astimezone(zone).replace(tzinfo=None, fold=0)
+
+
+def _instant(local: dt.datetime, zone: dt.tzinfo, fold: int = 0) -> int:
+    return (local.replace(tzinfo=zone, fold=fold) - EPOCH) // dt.timedelta(milliseconds=1)
+
+
+def resolve_local(local: dt.datetime, zone: dt.tzinfo, both: bool = False) -> list[int]:
+    """The instants that a planned local time stands for: one, two where `both` and it occurs twice, none on a day
+    that the zone left out (Apia, 30 December 2011)."""
+    first = _instant(local, zone)
+    if local_time(first, zone) != local:
+        # In a gap. zoneinfo's fold=0 reads it with the offset from before, which is "forward by the length of the gap".
+        gap = local_time(first, zone) - local
+        return [] if gap >= dt.timedelta(hours=23) else [first]
+    second = _instant(local, zone, fold=1)
+    return [first, second] if both and second > first else [first]
+
+
+class CronField(NamedTuple):
+    name: str
+    low: int
+    high: int
+    names: tuple[str, ...] = ()
+
+
+CRON_FIELDS = (
+    CronField("second", 0, 59),
+    CronField("minute", 0, 59),
+    CronField("hour", 0, 23),
+    CronField("day of month", 1, 31),
+    CronField("month", 1, 12, tuple(MONTH_NAMES)),
+    CronField("day of week", 0, 7, tuple(DAY_NAMES)),
+)
+
+
+class _Draws:
+    """The numbers behind H, one for each field in order: FNV-1a of the seed, then mulberry32, as cron-parser draws."""
+
+    def __init__(self, seed: str) -> None:
+        state = 2166136261
+        for byte in seed.encode():
+            state = ((state ^ byte) * 16777619) & 0xFFFFFFFF
+        self.state = state
+
+    def __call__(self) -> float:
+        self.state = (self.state + 0x6D2B79F5) & 0xFFFFFFFF
+        mixed = ((self.state ^ (self.state >> 15)) * (1 | self.state)) & 0xFFFFFFFF
+        mixed = ((mixed + (((mixed ^ (mixed >> 7)) * (61 | mixed)) & 0xFFFFFFFF)) & 0xFFFFFFFF) ^ mixed
+        return ((mixed ^ (mixed >> 14)) & 0xFFFFFFFF) / 4294967296
+
+
+def _cron_value(field: CronField, text: str) -> int:
+    if text.lower() in field.names:
+        return field.names.index(text.lower()) + field.low
+    if not (text.isascii() and text.isdigit()):
+        raise RuleError(f"{text!r} is not a {field.name}")
+    value = int(text)
+    if not field.low <= value <= field.high:
+        raise RuleError(f"{text} is out of range for the {field.name}, which goes from {field.low} to {field.high}")
+    return value
+
+
+def _hashed_values(field: CronField, item: str, draw: float) -> list[str]:
+    """H, H/step, H(a-b), H(a-b)/step: a value, or a phase, that depends on the seed alone."""
+    match = re.fullmatch(r"H(?:\((\d+)-(\d+)\))?(?:/(\d+))?", item, re.ASCII)
+    if not match:
+        raise RuleError(f"{item!r} is not a hashed {field.name}; write H, H/5, H(0-29) or H(0-29)/10")
+    low, high = (int(match[1]), int(match[2])) if match[1] else (field.low, field.high if field.high != 7 else 6)
+    if low > high:
+        raise RuleError(f"the range in {item!r} runs backwards")
+    low, high = max(low, field.low), min(high, field.high)
+    if low > high:
+        raise RuleError(f"{item!r} holds no {field.name}")
+    if match[3] is None:
+        return [str(int(draw * (high - low + 1)) + low)]
+    step = int(match[3])
+    if step == 0:
+        raise RuleError(f"the step of {item!r} is 0")
+    start = low - low % step + int(draw * step)
+    values = [value for value in range(start, high + 1, step) if value >= low]
+    return [str(value) for value in values] or [str(int(draw * (high - low + 1)) + low)]
+
+
+def _cron_item(field: CronField, item: str, draw: float) -> list[str]:
+    """One item of a list, as the values it stands for, in the spelling that cronsim reads."""
+    if item[:1] == "H":
+        return _hashed_values(field, item, draw)
+    if field.name == "day of month" and item.upper() == "L":
+        return ["L"]
+    if field.name == "day of week" and item[-1:].upper() == "L" and len(item) > 1:
+        return [f"{_cron_value(field, item[:-1])}L"]
+    base, slash, step_text = item.partition("/")
+    step = 1
+    if slash:
+        if not (step_text.isascii() and step_text.isdigit() and int(step_text)):
+            raise RuleError(f"the step in {item!r} must be a number from 1")
+        step = int(step_text)
+    if base in ("*", "?"):
+        low, high = field.low, field.high if field.name != "day of week" else 6
+    elif "-" in base:
+        low, high = (_cron_value(field, part) for part in base.split("-", 1))
+        if low > high:
+            raise RuleError(f"the range {base!r} runs backwards; write the two parts as a list")
+    else:
+        low = _cron_value(field, base)
+        high = field.high if slash else low
+    return [str(value) for value in range(low, high + 1, step)]
+
+
+def _cron_field(field: CronField, text: str, draw: float) -> str:
+    """A field in cronsim's spelling: `*`, or an explicit list."""
+    if text in ("*", "?"):
+        return "*"
+    if "#" in text:
+        if field.name != "day of week" or any(char in text for char in ",-/"):
+            raise RuleError(f"{text!r}: a # stands alone in the day of week, as in 1#2 for the second Monday")
+        day, _, nth = text.partition("#")
+        if day == "H":
+            day = _hashed_values(field, day, draw)[0]
+        if nth not in ("1", "2", "3", "4", "5"):
+            raise RuleError(f"{text!r}: the number after # goes from 1 to 5")
+        return f"{_cron_value(field, day)}#{nth}"
+    values: list[str] = []
+    for item in text.split(","):
+        if not item:
+            raise RuleError(f"{text!r} has an empty item in its list")
+        values += _cron_item(field, item, draw)
+    return ",".join(dict.fromkeys(values))
+
+
+class _Sim(cronsim.CronSim):
+    """cronsim, on naive local times, with the day rule of cron-parser."""
+
+    @classmethod
+    def of(cls, fields: Sequence[str]) -> _Sim:
+        # Explicit lists never begin with a star, which switches off Debian's AND between the two day fields.
+        return cls(" ".join(fields), dt.datetime(2000, 1, 1))
+
+    def after(self, local: dt.datetime) -> Iterator[dt.datetime]:
+        twin = copy.copy(self)
+        twin.dt = local.replace(microsecond=0)
+        return _until_the_end(twin)
+
+
+def _until_the_end(sim: Iterator[dt.datetime]) -> Iterator[dt.datetime]:
+    try:
+        yield from sim
+    except (OverflowError, ValueError):  # past year 9999
+        return
+
+
+class LocalRule:
+    """A rule of wall-clock times in one zone. `sims` plan naive local times; the zone makes instants of them."""
+
+    def __init__(self, sims: Sequence[_Sim], zone: dt.tzinfo, both: bool) -> None:
+        self.sims = sims
+        self.zone = zone
+        self.both = both  # all 24 hours are selected: an ambiguous time is two
+
+    def next_after(self, at: int) -> int | None:
+        """The first instant after `at`. Fast where the zone's clock is not changed nearby, exact where it is."""
+        found = [self._next_of(sim, at) for sim in self.sims]
+        return min((instant for instant in found if instant is not None), default=None)
+
+    def _next_of(self, sim: _Sim, at: int) -> int | None:
+        local = local_time(at, self.zone)
+        planned = next(sim.after(local), None)
+        if planned is None:
+            return None
+        instant = _instant(planned, self.zone)
+        if instant > at and self._is_calm(at) and self._is_calm(instant):
+            return instant
+        return self._search(sim, at, local)
+
+    def _is_calm(self, at: int) -> bool:
+        """Whether the offset is the same for some hours around `at`, so that local and real time run alike."""
+        moments = (EPOCH + dt.timedelta(milliseconds=at + shift) for shift in (-_MARGIN_MS, 0, _MARGIN_MS))
+        return len({moment.astimezone(self.zone).utcoffset() for moment in moments}) == 1
+
+    def _search(self, sim: _Sim, at: int, local: dt.datetime) -> int | None:
+        """Enumerate planned local times around a clock change and take the earliest real instant after `at`."""
+        margin = self._largest_change(at)
+        best: int | None = None
+        for planned in sim.after(local - margin):
+            if best is not None and planned > local_time(best, self.zone) + self._largest_change(best):
+                break
+            for instant in resolve_local(planned, self.zone, self.both):
+                if instant > at and (best is None or instant < best):
+                    best = instant
+        return best
+
+    def _largest_change(self, at: int) -> dt.timedelta:
+        moments = (EPOCH + dt.timedelta(milliseconds=at + shift) for shift in (-_MARGIN_MS, 0, _MARGIN_MS))
+        offsets = [moment.astimezone(self.zone).utcoffset() or dt.timedelta() for moment in moments]
+        return min(max(offsets) - min(offsets), dt.timedelta(hours=4)) + dt.timedelta(seconds=1)
+
+
+def parse_cron(text: str, zone: dt.tzinfo = UTC, seed: str = "") -> LocalRule:
+    """A cron text of 5 fields, or 6 with seconds first, as a rule in `zone`.
+
+    The dialect is cron-parser's, which BullMQ and Novu use: names, lists, ranges, steps, L, nL, n#k, ?, H, aliases; both
+    day fields set means either. Lists may overlap. Raises RuleError for anything else and for what can never happen.
+    """
+    fields = _cron_fields(text, seed)
+    try:
+        sim = _Sim.of(fields)
+    except cronsim.CronSimError:
+        raise RuleError(f"cron {text!r} never happens: no month has such a day") from None
+    if next(sim.after(dt.datetime(2000, 1, 1)), None) is None:
+        raise RuleError(f"cron {text!r} never happens")
+    return LocalRule([sim], zone, both=len(sim.hours) == 24)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cron_fields(text: str, seed: str) -> tuple[str, ...]:
+    parts = CRON_ALIASES.get(text, text).split()
+    if text[:1] == "@" and text not in CRON_ALIASES:
+        raise RuleError(f"{text!r} is not a cron alias; there are {', '.join(CRON_ALIASES)}")
+    if len(parts) not in (5, 6):
+        raise RuleError(f"cron {text!r} has {len(parts)} fields; there must be 5, or 6 with seconds first")
+    draws = _Draws(seed)
+    numbers = [draws() for _ in CRON_FIELDS]
+    if len(parts) == 5:
+        parts.insert(0, "0")
+    try:
+        return tuple(map(_cron_field, CRON_FIELDS, parts, numbers))
+    except RuleError as error:
+        raise RuleError(f"cron {text!r}: {error.message}") from None
+
+
+class Every:
+    """An interval: the multiples of `every_ms` since the epoch, shifted by `offset_ms` (case: every 15 min at 04:07
+    runs 04:15, 04:30)."""
+
+    def __init__(self, every_ms: int, offset_ms: int = 0) -> None:
+        self.every_ms = every_ms
+        self.offset_ms = offset_ms % every_ms
+
+    def next_after(self, at: int) -> int | None:
+        return at - (at - self.offset_ms) % self.every_ms + self.every_ms
+
+
+_ORDINALS = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "last": -1}
+_DAY_KINDS = {"day": range(7), "weekday": range(5), "weekend": (5, 6), "weekend day": (5, 6)}
+
+
+class _MonthDays(_Sim):
+    """Days of a month that cron cannot say: the first weekday, the last weekend day."""
+
+    wanted: tuple[int, Sequence[int]] = (1, range(7))  # which of the days, and of which ISO weekdays from 0
+
+    def match_day(self, d: dt.date) -> bool:
+        which, weekdays = self.wanted
+        days_of_month = range(1, calendar.monthrange(d.year, d.month)[1] + 1)
+        days = [day for day in days_of_month if (d.weekday() + day - d.day) % 7 in weekdays]
+        return len(days) >= abs(which) and days[which - 1 if which > 0 else which] == d.day
+
+
+def day_number(name: object) -> int:
+    """0 for Sunday to 6 for Saturday, from a full name or three letters in any case. Raises RuleError."""
+    word = name.lower() if isinstance(name, str) else ""
+    if word in LONG_DAYS:
+        return LONG_DAYS.index(word)
+    if word in DAY_NAMES:
+        return DAY_NAMES.index(word)
+    raise RuleError(f"{name!r} is not a day; write monday to sunday, or mon to sun")
+
+
+def parse_time_of_day(text: object) -> tuple[int, int, int]:
+    """Hour, minute and second of a 24-hour time such as 09:00 or 9:00:30. Raises RuleError."""
+    match = re.fullmatch(r"(\d{1,2}):(\d\d)(?::(\d\d))?", text, re.ASCII) if isinstance(text, str) else None
+    if not match or int(match[1]) > 23 or int(match[2]) > 59 or int(match[3] or 0) > 59:
+        raise RuleError(f"{text!r} is not a time of day; write it as \"09:00\", on the 24-hour clock")
+    return int(match[1]), int(match[2]), int(match[3] or 0)
+
+
+def _month_sim(item: object, clock: str) -> _Sim:
+    """The days of a month that one item of `on` names: 15, "last", "first monday", "last weekday"."""
+    if isinstance(item, int) and not isinstance(item, bool):
+        if not 1 <= item <= 31:
+            raise RuleError(f"{item} is not a day of a month; there are 1 to 31, and \"last\"")
+        return _Sim.of([*clock.split(), str(item), "*", "*"])
+    words = item.lower().split() if isinstance(item, str) else []
+    if words == ["last"]:
+        return _Sim.of([*clock.split(), "L", "*", "*"])
+    kind = " ".join(words[1:])
+    if len(words) < 2 or words[0] not in _ORDINALS:
+        raise RuleError(f"{item!r} is not a day of a month; write 1 to 31, \"last\", \"first monday\", \"last weekday\"")
+    weekdays = _DAY_KINDS.get(kind) or ((day_number(kind) + 6) % 7,)
+    sim = _MonthDays.of([*clock.split(), "*", "*", "*"])
+    assert isinstance(sim, _MonthDays)
+    sim.wanted = (_ORDINALS[words[0]], tuple(weekdays))
+    return sim
+
+
+def scheduled_rule(
+    every: str, at: str | None = None, on: Sequence[object] | None = None, zone: dt.tzinfo = UTC
+) -> LocalRule:
+    """The friendly text of a scheduled window: every minute, hour, day, week or month; at a time; on days.
+
+    Day names for weeks; for months 1 to 31, "last", "first monday", "last weekday". A month without the named day is
+    passed over, as cron does. Raises RuleError.
+    """
+    if every in ("minute", "hour"):
+        if at is not None or on:
+            raise RuleError(f"every {every!r} takes neither at nor on")
+        clock = "0 * *" if every == "minute" else "0 0 *"
+        return LocalRule([_Sim.of([*clock.split(), "*", "*", "*"])], zone, both=True)
+    hour, minute, second = parse_time_of_day("00:00" if at is None else at)
+    clock = f"{second} {minute} {hour}"
+    if every == "day":
+        if on:
+            raise RuleError("every \"day\" takes no on; every \"week\" does")
+        return LocalRule([_Sim.of([*clock.split(), "*", "*", "*"])], zone, both=False)
+    if every == "week":
+        days = sorted({day_number(name) for name in on or ("monday",)})
+        return LocalRule([_Sim.of([*clock.split(), "*", "*", ",".join(map(str, days))])], zone, both=False)
+    if every == "month":
+        return LocalRule([_month_sim(item, clock) for item in on or (1,)], zone, both=False)
+    raise RuleError(f"{every!r} is not a period; there are minute, hour, day, week, month")
+
+
+_FRIENDLY = {"minutely": "minute", "hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month"}
+
+
+def parse_rule(text: str, zone: dt.tzinfo = UTC, offset_ms: int = 0) -> Rule:
+    """A rule as a person writes it: a cron text, `every 15m`, or `daily at 09:00`, `every monday at 9:00`,
+    `monthly on 1, last at 08:00`. Raises RuleError."""
+    words = text.lower().split()
+    if not words:
+        raise RuleError("the rule is empty; write a cron text, every 15m, or daily at 09:00")
+    if words[0] not in _FRIENDLY and words[0] != "every":
+        return parse_cron(text, zone)
+    if words[0] == "every" and len(words) == 2 and re.match(r"\d", words[1]):
+        return Every(parse_duration(words[1]), offset_ms)
+    body, _, at = " ".join(words).partition(" at ")
+    body, _, days = body.partition(" on ")
+    on: list[object] = [int(item) if item.strip().isdigit() else item.strip() for item in days.split(",")] if days else []
+    period = _FRIENDLY.get(body) or body.removeprefix("every ")
+    if period not in _FRIENDLY.values() and not on:
+        named = period.replace(" and ", ",").split(",")
+        period, on = "week", [name.strip() for name in named]
+    return scheduled_rule(period, at.strip() or None, on, zone)
+
+
+def next_times(rule: Rule, at: int, count: int) -> list[int]:
+    """The next `count` instants of a rule, strictly after `at`; fewer where it ends."""
+    times: list[int] = []
+    moment: int | None = at
+    while len(times) < count and (moment := rule.next_after(moment)) is not None and moment < FAR_FUTURE:
+        times.append(moment)
+    return times
+
+
+_CLOCK_TIME = re.compile(r"(\d{1,2}):(\d\d)\s?(am|pm)?", re.ASCII | re.IGNORECASE)
+
+
+def _schedule_minute(text: object) -> int:
+    """Minute of the day of `09:00 AM`, `5:00pm` or `17:00`; 24:00 is midnight at the end. Raises RuleError."""
+    match = _CLOCK_TIME.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match and int(match[2]) < 60:
+        hour, minute, half = int(match[1]), int(match[2]), (match[3] or "").lower()
+        if half and 1 <= hour <= 12:
+            return (hour % 12 + (12 if half == "pm" else 0)) * 60 + minute
+        if not half and (hour < 24 or (hour == 24 and minute == 0)):
+            return hour * 60 + minute
+    raise RuleError(f"{text!r} is not a time of day; write it as \"09:00 AM\" or \"17:00\"")
+
+
+class Schedule:
+    """A subscriber's weekly hours in one zone. Slots hold both their ends, to the minute.
+
+    A slot whose end comes before its start runs into the next day and belongs to the day it starts on. `is_inside` and
+    `next_start` read the same slots, so they cannot disagree.
+    """
+
+    def __init__(self, slots: dict[int, list[tuple[int, int]]], zone: dt.tzinfo) -> None:
+        self.slots = slots  # by weekday, Sunday is 0: (first minute, first minute after), past 1440 into the next day
+        self.zone = zone
+
+    def is_inside(self, at: int) -> bool:
+        """Whether the local wall time at this instant lies in a slot."""
+        local = local_time(at, self.zone)
+        minute, weekday = local.hour * 60 + local.minute, local.isoweekday() % 7
+        today = any(start <= minute < end for start, end in self.slots.get(weekday, ()))
+        return today or any(minute < end - 1440 for _, end in self.slots.get((weekday - 1) % 7, ()))
+
+    def next_start(self, at: int) -> int | None:
+        """The first instant from `at` on that is inside; None when no slot is ever open."""
+        if self.is_inside(at):
+            return at
+        today = local_time(at, self.zone).date()
+        for ahead in range(-1, 15):
+            day = today + dt.timedelta(days=ahead)
+            inside = [moment for moment in self._openings(day) if moment > at and self.is_inside(moment)]
+            if inside:
+                return min(inside)
+        return None
+
+    def _openings(self, day: dt.date) -> Iterator[int]:
+        """Instants of a local day at which it may open: the starts, in both passes, and the zone's clock change."""
+        midnight = dt.datetime.combine(day, dt.time())
+        for start, _ in self.slots.get(day.isoweekday() % 7, ()):
+            yield from {_instant(midnight + dt.timedelta(minutes=start), self.zone, fold) for fold in (0, 1)}
+        first, last = _instant(midnight, self.zone), _instant(midnight + dt.timedelta(days=1, hours=4), self.zone)
+        change = _clock_change(first - HOUR, last, self.zone)
+        if change is not None:
+            yield change
+
+
+def _clock_change(first: int, last: int, zone: dt.tzinfo) -> int | None:
+    """The first instant in (first, last] at which the zone's offset is another one; None when there is none."""
+
+    def offset(at: int) -> dt.timedelta | None:
+        return (EPOCH + dt.timedelta(milliseconds=at)).astimezone(zone).utcoffset()
+
+    before = offset(first)
+    if offset(last) == before:
+        return None
+    seconds = range(first // SECOND, last // SECOND + 1)
+    return seconds[bisect.bisect_left(seconds, True, key=lambda second: offset(second * SECOND) != before)] * SECOND
+
+
+def parse_schedule(value: Any, zone: dt.tzinfo = UTC) -> Schedule | None:
+    """A weekly schedule as the API takes it, {isEnabled, weeklySchedule: {monday: {isEnabled, hours: [{start, end}]}}}.
+
+    None stands for "no restriction": no schedule, one that is off, one without a weekly part. Raises RuleError.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("isEnabled"), bool):
+        raise RuleError("a schedule is an object with isEnabled true or false")
+    week = value.get("weeklySchedule")
+    if week is not None and (not isinstance(week, dict) or (not week and value["isEnabled"])):
+        raise RuleError("weeklySchedule is an object with at least one day")
+    slots: dict[int, list[tuple[int, int]]] = {}
+    for name, day in (week or {}).items():
+        if name not in LONG_DAYS:
+            raise RuleError(f"{name!r} is not a day of weeklySchedule; there are {', '.join(LONG_DAYS)}")
+        parsed = [_slot(name, hours) for hours in _hours_of(name, day)]
+        if day.get("isEnabled"):
+            slots[LONG_DAYS.index(name)] = sorted(parsed)
+    return Schedule(slots, zone) if value["isEnabled"] and week is not None else None
+
+
+def _hours_of(name: str, day: Any) -> list[Any]:
+    if not isinstance(day, dict) or not isinstance(day.get("isEnabled"), bool):
+        raise RuleError(f"{name} is an object with isEnabled true or false, and hours")
+    hours = day.get("hours") or []
+    if not isinstance(hours, list):
+        raise RuleError(f"the hours of {name} are a list of {{start, end}}")
+    return hours
+
+
+def _slot(name: str, hours: Any) -> tuple[int, int]:
+    if not isinstance(hours, dict) or not {"start", "end"} <= hours.keys():
+        raise RuleError(f"the hours of {name} are a list of {{start, end}}")
+    start, end = _schedule_minute(hours["start"]), _schedule_minute(hours["end"])
+    if start == 1440:
+        raise RuleError(f"24:00 cannot begin the hours of {name}; write 00:00")
+    if end == 1440:  # the end of this day, not its inclusive next minute
+        return start, 1440
+    return (start, end + 1) if end >= start else (start, end + 1441)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5 Config
+# ----------------------------------------------------------------------------------------------------------------------
+# TOML to validated settings: frozen models whose fields carry the defaults. Every problem is reported at once, each with
+# file, line and key path. Templates are compiled here, so that a broken one is found when the file is read.
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+_IRREGULAR = {
+    "child": "children", "person": "people", "man": "men", "woman": "women", "foot": "feet", "tooth": "teeth",
+    "goose": "geese", "mouse": "mice", "ox": "oxen", "leaf": "leaves", "life": "lives", "wife": "wives",
+    "knife": "knives", "half": "halves", "shelf": "shelves", "wolf": "wolves", "loaf": "loaves", "thief": "thieves",
+    "datum": "data", "index": "indices", "analysis": "analyses", "crisis": "crises",
+}  # fmt: skip
+_UNCOUNTABLE = {"sheep", "fish", "deer", "series", "species", "news", "equipment", "information", "money", "rice"}
+
+
+def english_plural(word: str) -> str:
+    """The plural of an English noun by the usual rules and the common irregular ones."""
+    lower = word.lower()
+    if lower in _UNCOUNTABLE:
+        return word
+    if lower in _IRREGULAR:
+        plural = _IRREGULAR[lower]
+        return plural.capitalize() if word[:1].isupper() else plural
+    if re.search(r"(?:s|x|z|ch|sh)$", lower):
+        return word + "es"
+    if re.search(r"[^aeiou]y$", lower):
+        return word[:-1] + "ies"
+    return word + "s" if word else word
+
+
+def _at_path(item: Any, path: str) -> str:
+    """The text at a dotted path inside an item, as Novu's filters print it: nothing where there is nothing."""
+    for name in path.split(".") if path else ():
+        item = item.get(name) if isinstance(item, dict) else None
+    if item is None:
+        return ""
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, (dict, list)):
+        return json.dumps(item, ensure_ascii=False) if item else ""
+    return str(item)
+
+
+def filter_to_sentence(
+    items: Any, key_path: str = "", limit: Any = 2, overflow: str = "other", words_connector: str = ", ",
+    two_words_connector: str = " and ", last_word_connector: str = ", and ",
+) -> str:  # fmt: skip
+    """Novu's toSentence: "Ada, Grace, and 3 others"."""
+    if not isinstance(items, list) or not items:
+        return ""
+    words = [_at_path(item, str(key_path or "")) for item in items]
+    limit = max(0, int(limit))
+    if len(words) == 1:
+        return words[0]
+    if len(words) == 2:
+        return two_words_connector.join(words)
+    if limit >= len(words):
+        return words_connector.join(words[:-1]) + last_word_connector + words[-1]
+    rest = len(words) - limit
+    singular = overflow[:-1] if re.search(r"[^s]s$", overflow) else overflow
+    noun = singular if rest == 1 else english_plural(singular)
+    connector = two_words_connector if limit == 1 else last_word_connector
+    return f"{words_connector.join(words[:limit])}{connector}{rest} {noun}"
+
+
+def filter_pluralize(value: Any, singular: str = "", plural: str = "", show_count: Any = "true") -> str:
+    """Novu's pluralize: "1 notification", "2 notifications"; nothing for zero, negative, or what is no number."""
+    count: float
+    if isinstance(value, (list, dict)):
+        count = len(value)
+    else:
+        try:
+            count = float(value)
+        except (TypeError, ValueError):
+            return ""
+    if not 0 < count < float("inf"):
+        return ""
+    noun = singular if count == 1 else plural or english_plural(singular)
+    return f"{count:g} {noun}" if str(show_count) == "true" and not isinstance(show_count, bool) else noun
+
+
+def filter_digest(items: Any, max_names: Any = 2, key_path: str = "", separator: str = ", ") -> str:
+    """Novu's older digest filter: "Ada, Grace and 3 others"."""
+    if not isinstance(items, list) or not items:
+        return ""
+    words = [_at_path(item, str(key_path or "")) for item in items]
+    limit = max(0, int(max_names))
+    if len(words) <= 2:
+        return " and ".join(words)
+    if limit >= len(words):
+        return f"{separator.join(words[:-1])} and {words[-1]}"
+    rest = len(words) - limit
+    return f"{separator.join(words[:limit])} and {rest} other{'s' if rest > 1 else ''}"
+
+
+@functools.cache
+def _liquid(html: bool) -> liquid.Environment:
+    """A Liquid environment that cannot reach Python, files, or endless time and memory."""
+    import liquid
+
+    class Bounded(liquid.Environment):
+        loop_iteration_limit = 100_000
+        output_stream_limit = 4 << 20
+        local_namespace_limit = 1 << 20
+
+    environment = Bounded(autoescape=html)
+    environment.add_filter("toSentence", filter_to_sentence)
+    environment.add_filter("pluralize", filter_pluralize)
+    environment.add_filter("digest", filter_digest)
+    environment.add_filter("json", lambda value: json.dumps(value, ensure_ascii=False, default=str))
+    return environment
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_template(text: str, html: bool = False) -> liquid.BoundTemplate:
+    """A compiled Liquid template. Raises RuleError with the line inside the template and what is wrong there."""
+    import liquid.exceptions
+
+    try:
+        return _liquid(html).from_string(text)
+    except liquid.exceptions.LiquidError as error:
+        line = getattr(error.token, "start_index", None) if getattr(error, "token", None) is not None else None
+        where = f" in line {text.count(chr(10), 0, line) + 1} of it" if isinstance(line, int) else ""
+        raise RuleError(f"the template cannot be read{where}: {str(error).splitlines()[0]}") from None
+
+
+def render_template(text: str, context: dict[str, Any], html: bool = False) -> str:
+    """A template rendered. Raises PermanentFailure: the same data would fail again."""
+    import liquid.exceptions
+
+    try:
+        return compile_template(text, html).render(**context)
+    except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
+        raise PermanentFailure(f"the template failed: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+# -- field types -------------------------------------------------------------------------------------------------------
+
+
+def _rule_field(check: Callable[[Any], Any]) -> pydantic.BeforeValidator:
+    """Turn a function that raises RuleError into a validator of a field."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return check(value)
+        except RuleError as error:
+            raise ValueError(error.message) from None
+
+    return pydantic.BeforeValidator(validate)
+
+
+def _checked(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def same(value: Any) -> Any:
+        check(value)
+        return value
+
+    return same
+
+
+def _interval(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value <= 0:
+            raise RuleError(f"{value} ms is no interval; it must be at least 1")
+        return value
+    return parse_duration(value)
+
+
+def _template_field(html: bool) -> pydantic.AfterValidator:
+    def validate(text: str, info: pydantic.ValidationInfo) -> str:
+        if (info.context or {}).get("templates", True):
+            try:
+                compile_template(text, html)
+            except RuleError as error:
+                raise ValueError(error.message) from None
+        return text
+
+    return pydantic.AfterValidator(validate)
+
+
+def _read_secret(value: Any, info: pydantic.ValidationInfo) -> str:
+    """A secret as plain text, or {env = …}, {file = …}, {credential = …}; an unset reference is an error."""
+    context = info.context or {}
+    if isinstance(value, str):
+        context.get("plain_secrets", []).append(info.field_name)
+        return value
+    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in ("env", "file", "credential"):
+        raise ValueError('a secret is a text, or one of {env = "NAME"}, {file = "PATH"}, {credential = "NAME"}')
+    kind, name = next(iter(value.items()))
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{kind} takes a name")
+    if not context.get("secrets", True):
+        return ""
+    if kind == "env":
+        if name not in os.environ:
+            raise ValueError(f"the environment variable {name} is not set")
+        return os.environ[name]
+    return _secret_file(kind, name, context)
+
+
+def _secret_file(kind: str, name: str, context: dict[str, Any]) -> str:
+    if kind == "credential":
+        folder = os.environ.get("CREDENTIALS_DIRECTORY")
+        if not folder:
+            raise ValueError(f"the credential {name} needs LoadCredential={name}:… in the unit: none are loaded")
+        path = pathlib.Path(folder) / name
+    else:
+        path = pathlib.Path(context.get("base", ".")) / name
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+    context.setdefault("files", []).append(path)
+    return text.strip("\r\n")
+
+
+def _webhook_key(secret: pydantic.SecretStr, info: pydantic.ValidationInfo) -> pydantic.SecretStr:
+    text = secret.get_secret_value()
+    if not (info.context or {}).get("secrets", True) and not text:
+        return secret
+    try:
+        key = base64.b64decode(text.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        key = b""
+    if not text.startswith("whsec_") or not 24 <= len(key) <= 64:
+        raise ValueError("a webhook secret is whsec_ and the base64 of 24 to 64 random bytes")
+    return secret
+
+
+def _webhook_url(text: str) -> str:
+    import yarl
+
+    try:
+        url = yarl.URL(text)
+        port = url.port
+    except ValueError as error:
+        raise RuleError(f"this is not a URL: {error}") from None
+    if not text.isprintable() or " " in text:
+        raise RuleError("a URL holds no blanks or control characters; write a blank as %20")
+    if url.scheme not in ("http", "https") or not url.host or port is None:
+        raise RuleError("a webhook needs a URL that begins with http:// or https:// and names a host")
+    return text
+
+
+class Listen(NamedTuple):
+    """Where the API listens: `kind` is tcp, unix or systemd."""
+
+    kind: str
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_private(self) -> bool:
+        return self.kind == "unix" or self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+
+
+def parse_listen(text: Any) -> Listen:
+    """127.0.0.1:3210, [::1]:3210, localhost:3210, unix:/run/x.sock or systemd. Raises RuleError."""
+    if text == "systemd":
+        return Listen("systemd")
+    if isinstance(text, str) and text.startswith("unix:") and len(text) > 5:
+        return Listen("unix", text[5:])
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII) if isinstance(text, str) else None
+    if not match or int(match[3]) > 65535:
+        raise RuleError(f'{text!r} is no address; write "127.0.0.1:3210", "[::1]:3210", "unix:/path" or "systemd"')
+    return Listen("tcp", match[1] or match[2], int(match[3]))
+
+
+_MAILBOX = re.compile(r'[^\s@,;:<>()\[\]"\\\x00-\x1f\x7f]+@[^\s@,;:<>()\[\]"\\\x00-\x1f\x7f]+')
+
+
+def is_mail_address(text: str) -> bool:
+    """Whether a text is one plain address, local@domain, and nothing else."""
+    return bool(_MAILBOX.fullmatch(text)) and len(text) <= 254 and ".." not in text and not text.endswith(".")
+
+
+def _from_header(text: str) -> str:
+    import email.utils
+
+    name, address = email.utils.parseaddr(text)
+    if not is_mail_address(address) or not text.isprintable():
+        raise RuleError(f'{text!r} is not a sender; write "Name <local@domain>"')
+    return text
+
+
+_PATH = re.compile(r"payload(?:\.[^.\s]+)+")
+
+
+def _key_path(text: Any) -> str:
+    if not isinstance(text, str) or not _PATH.fullmatch(text):
+        raise RuleError(f"{text!r} is not a path in the payload; write it as payload.name or payload.outer.name")
+    return text
+
+
+def _plain_name(text: str) -> str:
+    if not text.strip() or len(text) > 100 or not text.isprintable():
+        raise ValueError("a name has 1 to 100 printable characters")
+    return text
+
+
+Duration = Annotated[int, _rule_field(parse_duration)]
+Interval = Annotated[int, _rule_field(_interval)]
+Zone = Annotated[str, _rule_field(_checked(load_zone))]
+CronText = Annotated[str, pydantic.Strict(), _rule_field(lambda text: text if not isinstance(text, str) else _checked(parse_cron)(text))]
+TimeOfDay = Annotated[str, _rule_field(_checked(parse_time_of_day))]
+KeyPath = Annotated[str, _rule_field(_key_path)]
+Template = Annotated[str, _template_field(html=False)]
+HtmlTemplate = Annotated[str, _template_field(html=True)]
+Secret = Annotated[pydantic.SecretStr, pydantic.Strict(False), pydantic.BeforeValidator(_read_secret)]
+WebhookKey = Annotated[Secret, pydantic.AfterValidator(_webhook_key)]
+Name = Annotated[str, pydantic.AfterValidator(_plain_name)]
+StepId = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,63}$")]
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Settings(pydantic.BaseModel):
+    """Base of every table of the config: closed, frozen, strict about types."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=False)
+
+
+class DaemonSettings(Settings):
+    database: str = "digestd.sqlite3"
+    timezone: Zone = "UTC"
+    concurrency: Annotated[int, pydantic.Field(ge=1, le=1000)] = 16
+    durability: Literal["full", "normal"] = "full"
+    retention: Duration = 30 * DAY
+    max_window: Duration = 365 * DAY
+    drain_timeout: Duration = 20 * SECOND
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class ApiSettings(Settings):
+    listen: list[Annotated[str, _rule_field(_checked(parse_listen))]] = ["127.0.0.1:3210"]
+    keys: list[Secret] = []
+
+
+class SenderSettings(Settings):
+    timeout: Duration = 15 * SECOND
+    retry: list[Duration] = [5 * SECOND, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR, 10 * HOUR]
+    jitter: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.2
+
+
+class WebhookSettings(SenderSettings):
+    type: Literal["webhook"]
+    url: Annotated[str, _rule_field(lambda text: _webhook_url(text) if isinstance(text, str) else text)]
+    secret: WebhookKey | None = None
+
+
+class SmtpSettings(SenderSettings):
+    type: Literal["smtp"]
+    host: str = "127.0.0.1"
+    port: Annotated[int, pydantic.Field(ge=1, le=65535)] = 25
+    tls: Literal["none", "starttls", "implicit"] = "starttls"
+    sender: Annotated[str, pydantic.Field(alias="from"), _rule_field(lambda text: _from_header(text) if isinstance(text, str) else text)]
+    username: str | None = None
+    password: Secret | None = None
+    ca_file: str | None = None
+    hello: str | None = None
+    timeout: Duration = 30 * SECOND
+    retry: list[Duration] = [MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, 24 * HOUR]
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @pydantic.model_validator(mode="after")
+    def _login_is_whole_and_safe(self) -> SmtpSettings:
+        if (self.username is None) != (self.password is None):
+            raise ValueError("username and password go together")
+        if self.password is not None and self.tls == "none" and not self.is_local:
+            raise ValueError('a password is not sent without TLS; set tls = "starttls" or "implicit"')
+        return self
+
+
+class LogSettings(SenderSettings):
+    type: Literal["log"]
+
+
+SENDER_MODELS: dict[str, type[SenderSettings]] = {"webhook": WebhookSettings, "smtp": SmtpSettings, "log": LogSettings}
+AnySender = Annotated[WebhookSettings | SmtpSettings | LogSettings, pydantic.Field(discriminator="type")]
+NEEDS_ADDRESS = ("smtp",)
+
+
+class StepSettings(Settings):
+    id: StepId
+
+
+class DigestStep(StepSettings):
+    type: Literal["digest"]
+    key: KeyPath | list[KeyPath] | None = None
+    window: Duration | None = None
+    every: Literal["minute", "hour", "day", "week", "month"] | None = None
+    at: TimeOfDay | None = None
+    on: list[int | str] | None = None
+    cron: CronText | None = None
+    start: Literal["immediately"] = "immediately"
+    extend_to_schedule: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _one_way_to_end(self) -> DigestStep:
+        given = [name for name in ("window", "every", "cron") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"a digest ends by one of window, every and cron; found {found}")
+        if self.every is None and (self.at is not None or self.on is not None):
+            raise ValueError("at and on go with every")
+        if self.every is not None:
+            try:
+                scheduled_rule(self.every, self.at, self.on)
+            except RuleError as error:
+                raise ValueError(error.message) from None
+        return self
+
+    @functools.cached_property
+    def paths(self) -> list[list[str]]:
+        """The digest key's paths inside the payload, split."""
+        keys = [self.key] if isinstance(self.key, str) else self.key or []
+        return [path.split(".")[1:] for path in keys]
+
+    def closes_at(self, at: int, zone: str) -> int:
+        """When a window that opens at `at` ends, in ms. Raises RuleError when the calendar has no further boundary."""
+        if self.window is not None:
+            return at + self.window
+        found = window_rule(self.every, self.at, tuple(self.on or ()), self.cron, zone, self.id).next_after(at)
+        if found is None:
+            raise RuleError(f"the digest step {self.id} has no boundary after {iso_text(at)}")
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def window_rule(every: str | None, at: str | None, on: tuple[Any, ...], cron: str | None, zone: str, seed: str) -> Rule:
+    """The calendar behind a scheduled window, in the zone of an IANA name."""
+    place = load_zone(zone)
+    return parse_cron(cron, place, seed) if cron is not None else scheduled_rule(every or "", at, on, place)
+
+
+class DelayStep(StepSettings):
+    type: Literal["delay"]
+    delay: Duration
+    extend_to_schedule: bool = False
+
+
+class ChannelStep(StepSettings):
+    type: Literal["email", "sms", "push", "chat"]
+    sender: str
+    subject: Template | None = None
+    text: Template | None = None
+    html: HtmlTemplate | None = None
+    stop_on_failure: bool = False
+
+
+class InAppStep(StepSettings):
+    type: Literal["in_app"]
+    sender: str | None = None
+    subject: Template | None = None
+    text: Template | None = None
+    html: HtmlTemplate | None = None
+    stop_on_failure: bool = False
+
+
+STEP_MODELS: dict[str, type[StepSettings]] = {
+    "digest": DigestStep, "delay": DelayStep, "in_app": InAppStep,
+    "email": ChannelStep, "sms": ChannelStep, "push": ChannelStep, "chat": ChannelStep,
+}  # fmt: skip
+AnyStep = Annotated[DigestStep | DelayStep | ChannelStep | InAppStep, pydantic.Field(discriminator="type")]
+
+
+class WorkflowSettings(Settings):
+    name: Name | None = None
+    critical: bool = False
+    timezone: Zone | None = None
+    steps: Annotated[list[AnyStep], pydantic.Field(min_length=1, max_length=100)]
+
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        return {step.id: place for place, step in enumerate(self.steps)}
+
+    def step(self, step_id: str) -> Any:
+        """The step of an id, or None when the running config has none of that name."""
+        place = self.places.get(step_id)
+        return None if place is None else self.steps[place]
+
+    def step_after(self, step_id: str | None) -> Any:
+        """The step after the one of this id (the first, for None); None at the end. KeyError when the id is gone."""
+        place = 0 if step_id is None else self.places[step_id] + 1
+        return self.steps[place] if place < len(self.steps) else None
+
+
+class RepeatableTrigger(Settings):
+    workflow: str
+    to: Any
+    payload: dict[str, Any] = {}
+
+
+class RepeatableSettings(Settings):
+    cron: Annotated[CronText | None, pydantic.Field(validation_alias=pydantic.AliasChoices("cron", "pattern"))] = None
+    every: Interval | None = None
+    limit: Annotated[int, pydantic.Field(ge=1)] | None = None
+    timezone: Zone | None = None
+    trigger: RepeatableTrigger | None = None
+    sender: str | None = None
+    subject: Template | None = None
+    text: Template | None = None
+    html: HtmlTemplate | None = None
+    data: Any = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_rule_and_one_action(self) -> RepeatableSettings:
+        if (self.cron is None) == (self.every is None):
+            raise ValueError(f"a repeatable has one of cron and every; found {'none' if self.cron is None else 'both'}")
+        if (self.trigger is None) == (self.sender is None):
+            raise ValueError(f"a repeatable has one of sender and trigger; found {'none' if self.sender is None else 'both'}")
+        return self
+
+
+class Config(Settings):
+    """The whole config, validated. `source` is the file, `files` every file it was read from."""
+
+    daemon: DaemonSettings = DaemonSettings()
+    api: ApiSettings = ApiSettings()
+    senders: dict[Name, AnySender] = {}
+    workflows: dict[Name, WorkflowSettings] = {}
+    repeatables: dict[Name, RepeatableSettings] = {}
+
+    _source: pathlib.Path = pydantic.PrivateAttr(default=pathlib.Path("config.toml"))
+    _files: tuple[pathlib.Path, ...] = pydantic.PrivateAttr(default=())
+    _warnings: tuple[Problem, ...] = pydantic.PrivateAttr(default=())
+
+    @property
+    def source(self) -> pathlib.Path:
+        return self._source
+
+    @property
+    def files(self) -> tuple[pathlib.Path, ...]:
+        return self._files
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        return self._warnings
+
+    @property
+    def database(self) -> pathlib.Path:
+        """The database file: relative to the config file, or to $STATE_DIRECTORY under systemd."""
+        state = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+        return (pathlib.Path(state) if state else self._source.parent) / self.daemon.database
+
+
+# -- reading, and telling what is wrong --------------------------------------------------------------------------------
+
+
+class _Lines:
+    """Finds the line of a key path with tomli alone: the shortest run of lines that parses and holds the path."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.splitlines(keepends=True)
+
+    def of(self, path: Sequence[str | int]) -> int:
+        """The line, from 1, of the statement that introduced the path, or the longest part of it that is there."""
+        path = list(path)
+        while path and not self._holds(len(self.lines), path):
+            path.pop()
+        if not path:
+            return 1
+        return bisect.bisect_left(range(len(self.lines)), True, key=lambda count: self._holds(count, path)) or 1
+
+    def _holds(self, count: int, path: Sequence[str | int]) -> bool:
+        while True:  # a prefix that ends inside a multi-line value does not parse: grow it
+            try:
+                found: Any = tomli.loads("".join(self.lines[:count]))
+                break
+            except tomli.TOMLDecodeError:
+                if count >= len(self.lines):
+                    return False
+                count += 1
+        for part in path:
+            try:
+                found = found[part]
+            except (KeyError, IndexError, TypeError):
+                return False
+        return True
+
+
+def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
+    """The keys that may stand where the last part of `path` stands."""
+
+    def names(model: type[pydantic.BaseModel]) -> list[str]:
+        return [field.alias or name for name, field in model.model_fields.items()]
+
+    parent = data
+    for part in path[:-1]:
+        parent = parent[part]
+    kind = parent.get("type") if isinstance(parent, dict) else None
+    table, depth = path[0], len(path)
+    if depth == 1:
+        return names(Config)
+    if table == "senders":
+        return names(SENDER_MODELS.get(str(kind), SenderSettings))
+    if table == "workflows":
+        return names(WorkflowSettings) if depth == 3 else names(STEP_MODELS.get(str(kind), StepSettings))
+    if table == "repeatables":
+        return names(RepeatableTrigger) if path[2] == "trigger" else [*names(RepeatableSettings), "pattern"]
+    return names({"daemon": DaemonSettings, "api": ApiSettings}[str(table)])
+
+
+_TYPE_WORDS = {
+    "int_type": "a whole number", "string_type": "a text in quotes", "bool_type": "true or false", "list_type": "a list",
+    "dict_type": "a table", "model_type": "a table", "model_attributes_type": "a table", "is_instance_of": "another value",
+    "int_from_float": "a whole number", "float_type": "a number",
+}  # fmt: skip
+
+
+def _plain_words(error: Any, path: Sequence[str | int], data: Any) -> str:
+    """One of pydantic's errors in the words of a person: what was found, what would be right."""
+    kind, context, found = error["type"], error.get("ctx", {}), error.get("input")
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(str(path[-1]), list(_known_keys(path, data)), n=1, cutoff=0.5)
+        known = ", ".join(_known_keys(path, data))
+        return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known here are {known}"
+    if kind == "missing":
+        return "is missing"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        expected = context.get("expected_tags") or ", ".join(SENDER_MODELS if path[0] == "senders" else STEP_MODELS)
+        wanted = str(expected).replace("'", "")
+        return f"type {context['tag']!r} is unknown; there are {wanted}" if "tag" in context else f"type is missing; there are {wanted}"
+    if kind == "literal_error":
+        return f"{found!r} is not one of {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        return f"{found!r} must be letters, digits, - and _, at most 64"
+    if kind in ("greater_than_equal", "less_than_equal"):
+        limit, word = next(iter(context.values())), "least" if kind.startswith("greater") else "most"
+        return f"{found!r} is out of range; it must be at {word} {limit}"
+    if kind in ("too_short", "too_long"):
+        return f"there must be at {'least ' + str(context['min_length']) if kind == 'too_short' else 'most ' + str(context['max_length'])}"
+    if kind in _TYPE_WORDS:
+        return f"{found!r} is not right here; it must be {_TYPE_WORDS[kind]}"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _real_path(loc: Sequence[str | int], data: Any, kind: str) -> list[str | int]:
+    """pydantic's location without what is not in the file: the tags of unions and the names of types."""
+    path: list[str | int] = []
+    found = data
+    for place, part in enumerate(loc):
+        inside = (isinstance(found, dict) and part in found) or (isinstance(found, list) and isinstance(part, int))
+        if inside:
+            found = found[part]  # type: ignore[index]
+            path.append(part)
+        elif kind == "missing" and place == len(loc) - 1:
+            path.append(part)
+    return path
+
+
+def _path_text(path: Sequence[str | int]) -> str:
+    return ".".join(str(part) if re.fullmatch(r"[\w-]+", str(part)) else json.dumps(part) for part in path)
+
+
+Found = tuple[list[str | int], str]
+
+
+def _pydantic_problems(error: pydantic.ValidationError, data: Any) -> Iterator[Found]:
+    for item in error.errors(include_url=False):
+        path = _real_path(item["loc"], data, item["type"])
+        yield path, _plain_words(item, path, data)
+
+
+def _tables(data: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
+    tables = data.get(name)
+    return [(key, value) for key, value in tables.items() if isinstance(value, dict)] if isinstance(tables, dict) else []
+
+
+def _workflow_problems(data: Any, senders: Any, max_window: int) -> Iterator[Found]:
+    for name, workflow in _tables(data, "workflows"):
+        steps = workflow.get("steps")
+        seen: set[str] = set()
+        for place, step in enumerate(steps if isinstance(steps, list) else ()):
+            if not isinstance(step, dict):
+                continue
+            path: list[str | int] = ["workflows", name, "steps", place]
+            if isinstance(step.get("id"), str):
+                if step["id"] in seen:
+                    yield [*path, "id"], f"{step['id']!r} is the id of an earlier step; each step has its own"
+                seen.add(step["id"])
+            yield from _sender_problems(step, path, senders)
+            for setting in ("window", "delay"):
+                with contextlib.suppress(RuleError):
+                    if setting in step and parse_duration(step[setting]) > max_window:
+                        limit = duration_text(max_window)
+                        yield [*path, setting], f"{step[setting]!r} is over daemon.max_window, which is {limit}"
+
+
+def _sender_problems(table: dict[str, Any], path: list[str | int], senders: Any) -> Iterator[Found]:
+    name = table.get("sender")
+    if isinstance(name, str) and isinstance(senders, dict) and name not in senders:
+        near = difflib.get_close_matches(name, [str(key) for key in senders], n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(str, senders)) or 'none'}"
+        yield [*path, "sender"], f"no sender is called {name!r}; {known}"
+
+
+def _cross_problems(data: Any) -> Iterator[Found]:
+    """What no single table can know: names of other tables, limits set elsewhere. Tolerates broken tables."""
+    daemon, api = data.get("daemon"), data.get("api")
+    max_window = DaemonSettings().max_window
+    with contextlib.suppress(RuleError, AttributeError):
+        max_window = parse_duration(daemon.get("max_window"))
+    senders = data.get("senders", {})
+    yield from _workflow_problems(data, senders, max_window)
+    for name, spec in _tables(data, "repeatables"):
+        path: list[str | int] = ["repeatables", name]
+        yield from _sender_problems(spec, path, senders)
+        target = spec["trigger"].get("workflow") if isinstance(spec.get("trigger"), dict) else None
+        if isinstance(target, str) and target not in dict(_tables(data, "workflows")):
+            yield [*path, "trigger", "workflow"], f"no workflow is called {target!r}"
+    if isinstance(api, dict) and not api.get("keys"):
+        for place, text in enumerate(api["listen"] if isinstance(api.get("listen"), list) else ()):
+            with contextlib.suppress(RuleError):
+                listen = parse_listen(text)
+                if listen.kind == "tcp" and not listen.is_private:
+                    yield ["api", "listen", place], f"{text!r} can be reached by others, and no api.keys are set; set one, or listen on 127.0.0.1"
+
+
+def _open_to_others(path: pathlib.Path) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    return False
+
+
+def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> Iterator[Problem]:
+    file = str(config.source)
+    if plain_secrets and _open_to_others(config.source):
+        yield Problem(file, 0, "", "holds secrets in plain text and can be read by everyone; chmod o-r, or use {file = …}")
+    for path in config.files[1:]:
+        if _open_to_others(path):
+            yield Problem(str(path), 0, "", "is a secret that everyone can read; chmod o-r")
+    for name, sender in config.senders.items():
+        if isinstance(sender, SmtpSettings) and sender.tls == "none" and not sender.is_local:
+            where: list[str | int] = ["senders", name, "tls"]
+            yield Problem(file, lines.of(where), _path_text(where), f"mail to {sender.host} goes without TLS")
+
+
+def read_config(text: str, source: pathlib.Path, secrets: bool = True, templates: bool = True) -> Config:
+    """A config from its text. Raises ConfigError with every problem; a TOML syntax error is reported alone."""
+    file = str(source)
+    try:
+        data = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        hint = "; a text needs quotes around it" if error.msg == "Invalid value" else ""
+        raise ConfigError([Problem(file, error.lineno, "", f"{error.msg} at column {error.colno}{hint}")]) from None
+    except RecursionError:
+        raise ConfigError([Problem(file, 0, "", "is nested too deeply")]) from None
+    if not data:
+        raise ConfigError([Problem(file, 0, "", "is empty; it needs at least one table, such as [daemon]")])
+    context: dict[str, Any] = {"base": source.parent, "secrets": secrets, "templates": templates, "files": [], "plain_secrets": []}
+    found = list(_cross_problems(data))
+    config = None
+    try:
+        config = Config.model_validate(data, context=context)
+    except pydantic.ValidationError as error:
+        found += _pydantic_problems(error, data)
+    lines = _Lines(text)
+    problems = [Problem(file, lines.of(path), _path_text(path), words) for path, words in found]
+    if problems or config is None:
+        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: (problem.line, problem.path)))
+    config._source = source
+    config._files = (source, *context["files"])
+    config._warnings = tuple(_warnings(config, context["plain_secrets"], lines))
+    return config
+
+
+def load_config(path: pathlib.Path, secrets: bool = True, templates: bool = True) -> Config:
+    """A config from its file. Raises ConfigError; a byte-order mark is taken, other encodings than UTF-8 are not."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError([Problem(str(path), 0, "", f"cannot be read: {error.strerror}")]) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError([Problem(str(path), line, "", "is not UTF-8 from here on")]) from None
+    return read_config(text, path, secrets, templates)
+
+
+def files_digest(paths: Iterable[pathlib.Path]) -> str:
+    """A hash over the contents of files, to see whether any of them changed; one that is away counts as a change."""
+    total = hashlib.sha256()
+    for path in paths:
+        try:
+            total.update(hashlib.sha256(path.read_bytes()).digest())
+        except OSError:
+            total.update(b"away")
+    return total.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6 Store
+# ----------------------------------------------------------------------------------------------------------------------
+# The only section that opens the database. Models describe columns and serve everything rare; the hot statements are
+# plain SQL, run through the same connection (peewee builds a statement in 60 to 160 us, SQLite runs it in 3).
+# `database` is the one thing in this module that changes.
+
+APPLICATION_ID = 0x64677374  # "dgst": tells our files from others
+BUSY_MS = 50  # how long a statement of the daemon may wait for somebody else's lock
+CACHED_ROWS = 50_000
+
+
+class Store(peewee.SqliteDatabase):
+    """The database handle, with what is remembered of it between transactions."""
+
+    def __init__(self) -> None:
+        super().__init__(None, autoconnect=False, lock_type="IMMEDIATE")
+        self.open_windows: dict[tuple[str, str, str, str], tuple[int, int]] = {}  # key of the window -> id, due_at
+        self.known_subscribers: set[str] = set()
+        self.seen_version = 0
+
+    def forget(self) -> None:
+        """Drop what is cached: another process wrote, or a transaction was rolled back."""
+        self.open_windows.clear()
+        self.known_subscribers.clear()
+
+
+database = Store()
+
+
+class Table(peewee.Model):
+    class Meta:
+        database = database
+        legacy_table_names = False
+
+
+class Fact(Table):
+    name = peewee.TextField(primary_key=True)
+    value = peewee.TextField()
+    updated_at = peewee.IntegerField()
+
+    class Meta:
+        table_name = "meta"
+
+
+class Subscriber(Table):
+    id = peewee.AutoField()
+    subscriber_id = peewee.TextField(unique=True)
+    first_name = peewee.TextField(null=True)
+    last_name = peewee.TextField(null=True)
+    email = peewee.TextField(null=True)
+    phone = peewee.TextField(null=True)
+    avatar = peewee.TextField(null=True)
+    locale = peewee.TextField(null=True)
+    timezone = peewee.TextField(null=True)
+    data = peewee.TextField(null=True)
+    schedule = peewee.TextField(null=True)
+    created_at = peewee.IntegerField()
+    updated_at = peewee.IntegerField()
+
+    class Meta:
+        table_name = "subscribers"
+
+
+class Digest(Table):
+    id = peewee.AutoField()
+    workflow = peewee.TextField()
+    step = peewee.TextField()
+    subscriber_id = peewee.TextField()
+    key = peewee.TextField()
+    state = peewee.TextField(default="open")
+    opened_at = peewee.IntegerField()
+    closes_at = peewee.IntegerField()
+    due_at = peewee.IntegerField()
+    waits = peewee.IntegerField(default=0)
+    held_at = peewee.IntegerField(null=True)
+    closed_at = peewee.IntegerField(null=True)
+    reason = peewee.TextField(null=True)
+
+    class Meta:
+        table_name = "digests"
+
+
+class EventRow(Table):
+    id = peewee.AutoField()
+    workflow = peewee.TextField()
+    subscriber_id = peewee.TextField()
+    payload = peewee.TextField(default="{}")
+    transaction_id = peewee.TextField(null=True)
+    received_at = peewee.IntegerField()
+    state = peewee.TextField(default="received")
+    digest_id = peewee.IntegerField(null=True)
+    placed_at = peewee.IntegerField(null=True)
+    finished_at = peewee.IntegerField(null=True)
+    reason = peewee.TextField(null=True)
+
+    class Meta:
+        table_name = "events"
+
+
+class Repeatable(Table):
+    id = peewee.AutoField()
+    key = peewee.TextField(unique=True)
+    name = peewee.TextField()
+    job_id = peewee.TextField(null=True)
+    source = peewee.TextField()
+    cron = peewee.TextField(null=True)
+    every_ms = peewee.IntegerField(null=True)
+    timezone = peewee.TextField()
+    run_limit = peewee.IntegerField(null=True)
+    count = peewee.IntegerField(default=0)
+    seq = peewee.IntegerField(default=0)
+    action = peewee.TextField()
+    state = peewee.TextField(default="active")
+    reason = peewee.TextField(null=True)
+    created_at = peewee.IntegerField()
+    updated_at = peewee.IntegerField()
+    finished_at = peewee.IntegerField(null=True)
+
+    class Meta:
+        table_name = "repeatables"
+
+
+class Run(Table):
+    id = peewee.AutoField()
+    workflow = peewee.TextField(null=True)
+    subscriber_id = peewee.TextField(null=True)
+    event_id = peewee.IntegerField(null=True)
+    digest_id = peewee.IntegerField(null=True)
+    repeatable_id = peewee.IntegerField(null=True)
+    seq = peewee.IntegerField(null=True)
+    slot_at = peewee.IntegerField(null=True)
+    taken_at = peewee.IntegerField(null=True)
+    step = peewee.TextField(null=True)
+    next_at = peewee.IntegerField(null=True)
+    state = peewee.TextField(default="active")
+    created_at = peewee.IntegerField()
+    finished_at = peewee.IntegerField(null=True)
+    reason = peewee.TextField(null=True)
+
+    class Meta:
+        table_name = "runs"
+
+
+class DigestRun(Table):
+    run_id = peewee.IntegerField(primary_key=True)
+    digest_id = peewee.IntegerField()
+    joined_at = peewee.IntegerField()
+
+    class Meta:
+        table_name = "digest_runs"
+
+
+class Job(Table):
+    id = peewee.AutoField()
+    run_id = peewee.IntegerField()
+    step = peewee.TextField()
+    type = peewee.TextField()
+    sender = peewee.TextField(null=True)
+    state = peewee.TextField()
+    due_at = peewee.IntegerField()
+    tries = peewee.IntegerField(default=0)
+    waits = peewee.IntegerField(default=0)
+    public_id = peewee.TextField()
+    message = peewee.TextField(null=True)
+    created_at = peewee.IntegerField()
+    taken_at = peewee.IntegerField(null=True)
+    finished_at = peewee.IntegerField(null=True)
+    reason = peewee.TextField(null=True)
+
+    class Meta:
+        table_name = "jobs"
+
+
+class Attempt(Table):
+    id = peewee.AutoField()
+    job_id = peewee.IntegerField()
+    number = peewee.IntegerField()
+    started_at = peewee.IntegerField()
+    finished_at = peewee.IntegerField(null=True)
+    outcome = peewee.TextField(null=True)
+    status_code = peewee.IntegerField(null=True)
+    reason = peewee.TextField(null=True)
+    took_ms = peewee.IntegerField(null=True)
+
+    class Meta:
+        table_name = "attempts"
+
+
+class InboxMessage(Table):
+    id = peewee.AutoField()
+    job_id = peewee.IntegerField(unique=True)
+    public_id = peewee.TextField(unique=True)
+    subscriber_id = peewee.TextField()
+    workflow = peewee.TextField()
+    subject = peewee.TextField(null=True)
+    body = peewee.TextField(null=True)
+    payload = peewee.TextField()
+    created_at = peewee.IntegerField()
+    seen_at = peewee.IntegerField(null=True)
+    read_at = peewee.IntegerField(null=True)
+    archived_at = peewee.IntegerField(null=True)
+
+    class Meta:
+        table_name = "inbox_messages"
+
+
+TABLES: tuple[type[Table], ...] = (
+    Fact, Subscriber, Digest, EventRow, Repeatable, Run, DigestRun, Job, Attempt, InboxMessage,
+)  # fmt: skip
+
+# -- statements, transactions, moves -----------------------------------------------------------------------------------
+
+
+def rows(sql: str, *values: Any) -> list[Any]:
+    """All rows of a query, as tuples. Read whole, so that no cursor is left open to block a checkpoint."""
+    return database.execute_sql(sql, values).fetchall()
+
+
+def row(sql: str, *values: Any) -> Any:
+    """The first row of a query, or None."""
+    return database.execute_sql(sql, values).fetchone()
+
+
+def execute(sql: str, *values: Any) -> int:
+    """Run a statement that writes; how many rows it touched."""
+    return int(database.execute_sql(sql, values).rowcount)
+
+
+def insert(sql: str, *values: Any) -> int:
+    """Run an INSERT of one row; its id."""
+    return int(database.execute_sql(sql, values).lastrowid)
+
+
+def insert_text(model: type[Table], *names: str) -> str:
+    """An INSERT statement for these columns of a model, rendered once, so that it cannot drift from the model."""
+    assert all(name in model._meta.fields for name in names)
+    return f"INSERT INTO {model._meta.table_name} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+
+
+@contextlib.contextmanager
+def transaction() -> Iterator[None]:
+    """BEGIN IMMEDIATE … COMMIT. Drops what is cached when another process committed since, or this one rolls back."""
+    try:
+        with database.atomic():
+            version = row("PRAGMA data_version")[0]
+            if version != database.seen_version:
+                database.forget()
+                database.seen_version = version
+            yield
+    except BaseException:
+        database.forget()
+        raise
+
+
+@contextlib.contextmanager
+def savepoint() -> Iterator[None]:
+    """What happens inside is kept or undone as a whole; the transaction around it goes on. Does not nest: the one name
+    keeps the statement in SQLite's cache (1.2 us against 21)."""
+    database.execute_sql("SAVEPOINT part")
+    try:
+        yield
+    except BaseException:
+        database.execute_sql("ROLLBACK TO part")
+        database.execute_sql("RELEASE part")
+        database.forget()
+        raise
+    database.execute_sql("RELEASE part")
+
+
+@functools.cache
+def _move_text(table: str, names: tuple[str, ...], many: bool) -> str:
+    facts = "".join(f", {name} = ?" for name in names)
+    if many:
+        return f"UPDATE {table} SET state = ?{facts} WHERE id IN (SELECT value FROM json_each(?)) AND state = ? RETURNING id"
+    return f"UPDATE {table} SET state = ?{facts} WHERE id = ? AND state = ?"
+
+
+def _check_move(table: str, old: str, new: str) -> None:
+    if (old, new) not in MOVES[table]:
+        raise IllegalMove(f"{table} may not go from {old} to {new}")
+
+
+def move(model: type[Table], row_id: int, old: str, new: str, **facts: Any) -> bool:
+    """Change the state of one row, if it is still `old`, and set other columns with it.
+
+    Returns whether this call was first. Raises IllegalMove for a pair that MOVES does not hold.
+    """
+    table = model._meta.table_name
+    _check_move(table, old, new)
+    done = execute(_move_text(table, tuple(facts), False), new, *facts.values(), row_id, old) == 1
+    if done and log.isEnabledFor(logging.DEBUG):
+        log.debug("%s %s %s->%s%s", table, row_id, old, new, "".join(f" {name}={value}" for name, value in facts.items()))
+    return done
+
+
+def move_all(model: type[Table], ids: Iterable[int], old: str, new: str, **facts: Any) -> list[int]:
+    """The same for a batch of rows; returns the ids of those that moved."""
+    table = model._meta.table_name
+    _check_move(table, old, new)
+    wanted = json.dumps(list(ids))
+    if wanted == "[]":
+        return []
+    moved = [found[0] for found in rows(_move_text(table, tuple(facts), True), new, *facts.values(), wanted, old)]
+    log.debug("%s %s->%s: %d rows", table, old, new, len(moved))
+    return moved
+
+
+def remember(name: str, value: str, now: int) -> None:
+    """Keep a fact about the daemon itself, in `meta`."""
+    execute(
+        "INSERT INTO meta (name, value, updated_at) VALUES (?, ?, ?)"
+        " ON CONFLICT (name) DO UPDATE SET value = excluded.value, updated_at = excluded.updated_at",
+        name, value, now,
+    )  # fmt: skip
+
+
+def remembered(name: str) -> str | None:
+    found = row("SELECT value FROM meta WHERE name = ?", name)
+    return found[0] if found else None
+
+
+# -- migrations --------------------------------------------------------------------------------------------------------
+
+_SECTION = re.compile(r"^-- == (?:(\d+): (.*)|views) ==$", re.MULTILINE)
+
+
+class Migrations(NamedTuple):
+    """migrations.sql, split: the statements of each numbered section, and the views."""
+
+    sections: dict[int, list[str]]
+    views: list[str]
+
+    @property
+    def version(self) -> int:
+        return max(self.sections)
+
+
+def project_file(name: str) -> str:
+    """A file that comes with digestd: beside this one, or inside the installed package's metadata."""
+    beside = pathlib.Path(__file__).with_name(name)
+    if beside.exists():
+        return beside.read_text("utf-8")
+    text = importlib.metadata.distribution("digestd").read_text(f"extra_metadata/{name}")
+    if text is None:
+        raise StoreError(f"{name} is missing from the installation", "install digestd again")
+    return text
+
+
+def _statements(text: str) -> list[str]:
+    statements, pending = [], ""
+    for line in text.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            statements.append(pending.strip())
+            pending = ""
+    return [statement for statement in statements if re.sub(r"--.*", "", statement).strip()]
+
+
+@functools.cache
+def read_migrations() -> Migrations:
+    """The schema's history. Cached: the file does not change under a running program."""
+    text = project_file("migrations.sql")
+    marks = list(_SECTION.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    parts = {mark[1]: _statements(text[mark.end() : end]) for mark, end in zip(marks, ends, strict=True)}
+    views = parts.pop(None)
+    return Migrations({int(number): statements for number, statements in parts.items()}, views)
+
+
+def _apply_section(number: int, statements: Sequence[str]) -> None:
+    database.execute_sql("PRAGMA foreign_keys = 0")  # inside a transaction it would do nothing
+    with database.atomic():
+        for statement in statements:
+            database.execute_sql(statement)
+        broken = rows("PRAGMA foreign_key_check")
+        if broken:
+            raise StoreError(f"section {number} of migrations.sql leaves {len(broken)} rows that point nowhere")
+        database.execute_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+        database.execute_sql(f"PRAGMA user_version = {number}")
+    database.execute_sql("PRAGMA foreign_keys = 1")
+
+
+def migrate(now: int) -> list[int]:
+    """Bring the open database to the newest schema and make its views again; the sections that were applied.
+
+    A file that holds rows is copied first, beside itself, so that a failed upgrade can be undone.
+    """
+    migrations = read_migrations()
+    have = int(database.pragma("user_version"))
+    pending = [number for number in sorted(migrations.sections) if number > have]
+    if pending and have and database.database != ":memory:":
+        copy_name = f"{database.database}.schema-{have}.{now}"
+        database.execute_sql("VACUUM INTO ?", (copy_name,))
+        log.info("schema %d is upgraded to %d; the former database is kept as %s", have, pending[-1], copy_name)
+    if pending or not _views_are_current(migrations):
+        for (name,) in rows("SELECT name FROM sqlite_schema WHERE type = 'view'"):
+            database.execute_sql(f'DROP VIEW "{name}"')
+        for number in pending:
+            _apply_section(number, migrations.sections[number])
+        with database.atomic():
+            for statement in migrations.views:
+                database.execute_sql(statement)
+    return pending
+
+
+def _views_are_current(migrations: Migrations) -> bool:
+    def bare(statement: str) -> str:
+        return re.sub(r"^(?:\s*--.*\n)*", "", statement).rstrip(";").strip()
+
+    have = [found[0] for found in rows("SELECT sql FROM sqlite_schema WHERE type = 'view' ORDER BY rowid")]
+    return [bare(sql) for sql in have] == [bare(sql) for sql in migrations.views]
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+class InstanceLock:
+    """One daemon for one database: a lock file beside it, held as long as this object lives."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path.with_name(path.name + ".lock")
+        try:
+            self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+        except OSError as error:
+            raise StoreError(f"cannot make {self.path}: {error.strerror}", "the folder must be writable for digestd") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = self.file.read().strip() or "unknown"
+            self.file.close()
+            raise StoreError(f"{path} is in use by another digestd, process {holder}", "stop that one first") from None
+        self.file.truncate(0)
+        self.file.write(f"{os.getpid()}\n")
+        self.file.flush()
+
+    def release(self) -> None:
+        """Give the lock up. The file stays: removing it would let two processes hold two files of one name."""
+        with contextlib.suppress(OSError, ValueError):
+            self.file.truncate(0)
+            self.file.close()
+
+
+def lock_holder(path: pathlib.Path) -> str | None:
+    """The process id of the daemon that holds a database, or None."""
+    try:
+        with open(path.with_name(path.name + ".lock")) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return file.read().strip() or "unknown"
+    except OSError:
+        pass
+    return None
+
+
+def _create_file(path: pathlib.Path) -> None:
+    """Make the file with a mode that keeps others out, whatever the umask; -wal and -shm take the same."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise StoreError(f"cannot make {path}: {error.strerror}", "the folder must exist and be writable") from None
+    with contextlib.suppress(OSError):
+        os.fchmod(descriptor, 0o640 if os.environ.get("STATE_DIRECTORY") else 0o600)
+    os.close(descriptor)
+
+
+def _refuse_strangers(path: str) -> None:
+    """Only our own databases, or empty files, and none from a newer digestd."""
+    application, version = int(database.pragma("application_id")), int(database.pragma("user_version"))
+    newest = read_migrations().version
+    if application == APPLICATION_ID and version > newest:
+        raise StoreError(
+            f"{path} has schema {version}, and this digestd {__version__} knows schemas up to {newest}",
+            "install the newer digestd again, or put back the copy that the upgrade left beside the file",
+        )
+    if application != APPLICATION_ID and row("SELECT 1 FROM sqlite_schema LIMIT 1"):
+        raise StoreError(f"{path} is a database of another program", "name another file in daemon.database")
+
+
+@contextlib.contextmanager
+def _store_errors(path: str) -> Iterator[None]:
+    """What SQLite says, in words that tell what to do."""
+    try:
+        yield
+    except (peewee.DatabaseError, sqlite3.DatabaseError) as error:
+        text = str(error)
+        hints = {
+            "not a database": "it is not an SQLite file, or it is damaged; name another file, or put back a backup",
+            "malformed": "it is damaged; put back a backup, or try: sqlite3 FILE .recover",
+            "locked": "another program holds it; end that, or wait",
+            "readonly": "the file and its folder must be writable for digestd",
+            "unable to open": "the file and its folder must be there and readable for digestd",
+            "disk I/O": "the disk failed; see the kernel's log",
+            "full": "the disk is full",
+        }
+        hint = next((words for part, words in hints.items() if part in text), "")
+        raise StoreError(f"{path}: {text}", hint) from error
+
+
+def open_store(path: str, now: int, durability: str = "full", busy_ms: int = BUSY_MS, may_migrate: bool = True) -> None:
+    """Open the database at a path (":memory:" for none on disk), check that it is ours, bring its schema up to date.
+
+    Raises StoreError. `busy_ms` is how long a statement waits for another program's lock.
+    """
+    if path != ":memory:":
+        _create_file(pathlib.Path(path))
+    pragmas = {
+        "busy_timeout": max(busy_ms, 2000),  # while opening; the daemon's short one is set below
+        "foreign_keys": 1,
+        "synchronous": 2 if durability == "full" else 1,
+        "wal_autocheckpoint": 10_000,
+        "journal_size_limit": 64 << 20,
+        "cache_size": -32_000,
+        "temp_store": 2,
+    }
+    close_store()
+    database.init(path, pragmas=pragmas, timeout=max(busy_ms, 2000) / 1000)
+    database.forget()
+    with _store_errors(path):
+        database.connect()
+        _refuse_strangers(path)
+        if path != ":memory:" and database.pragma("journal_mode") != "wal":
+            database.pragma("journal_mode", "wal")
+        if may_migrate:
+            migrate(now)
+        if may_migrate:
+            execute("UPDATE meta SET value = value WHERE name = ''")  # a write: read-only files are found out here
+        database.execute_sql(f"PRAGMA busy_timeout = {busy_ms}")
+        database.seen_version = row("PRAGMA data_version")[0]
+    if may_migrate and remembered("instance") is None:
+        with transaction():
+            remember("instance", secrets.token_hex(8), now)
+
+
+def close_store() -> None:
+    """Close the database; opening it again is fine."""
+    if not database.is_closed():
+        database.close()
+
+
+# ======================================================================================================================
+# II. THE JOURNEY
+# ======================================================================================================================
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7 Ingest
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks a trigger and records its events, once. Owns the birth of events (received), and of subscribers that a trigger
+# brings. Knows nothing of windows.
+
+SUBSCRIBER_FIELDS = {
+    "firstName": "first_name", "lastName": "last_name", "email": "email", "phone": "phone", "avatar": "avatar",
+    "locale": "locale", "timezone": "timezone", "data": "data",
+}  # fmt: skip
+TRIGGER_FIELDS = {
+    "name", "to", "payload", "transactionId", "overrides", "actor", "tenant", "context", "bridgeUrl", "agentId",
+}  # fmt: skip
+
+_INSERT_EVENT = (
+    insert_text(EventRow, "workflow", "subscriber_id", "payload", "transaction_id", "received_at")
+    + " ON CONFLICT (transaction_id, subscriber_id, workflow) WHERE transaction_id IS NOT NULL DO NOTHING"
+)
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+_loads = json.JSONDecoder(parse_constant=_no_constant).decode
+
+
+def canonical_json(value: Any) -> str:
+    """One text for all spellings of a JSON value: members sorted, 1 and 1.0 the same, 1 and true not."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_dumps(name)}:{canonical_json(value[name])}" for name in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(canonical_json, value)) + "]"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return _dumps(value)
+
+
+def parse_json(data: bytes | str) -> Any:
+    """A JSON document from outside. Raises Rejected(400) with the reason, also for what Python would let pass: NaN,
+    thousands of levels, lone surrogates, numbers past what a float holds."""
+    try:
+        text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+        value = _loads(text)
+    except UnicodeDecodeError:
+        raise Rejected(400, "the body is not UTF-8") from None
+    except RecursionError:
+        raise Rejected(400, f"the JSON is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise Rejected(400, f"the body is not JSON: {error}") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise Rejected(400, f"the JSON is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        level = [item for item in inner if isinstance(item, (dict, list))]
+    return depth
+
+
+def json_text(value: Any, field: str = "payload") -> str:
+    """A value as compact JSON that every receiver can read. Raises Rejected(400)."""
+    try:
+        text = _dumps(value)
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:
+        raise Rejected(400, f"{field} holds half of a surrogate pair, which is no character", field) from None
+    except (ValueError, RecursionError):
+        raise Rejected(400, f"{field} holds a number that JSON does not know, such as NaN or 1e400", field) from None
+    return text
+
+
+def check_id(value: Any, field: str) -> str:
+    """An id given by a caller: 1 to 255 characters, none of them a control character. Raises Rejected(422)."""
+    if not isinstance(value, str):
+        raise Rejected(422, f"{field} must be a text", field)
+    if not value or len(value) > 255 or not value.isprintable() or value != value.strip():
+        raise Rejected(422, f"{field} must have 1 to 255 characters, no control characters, no blanks at its ends", field)
+    return value
+
+
+def check_subscriber_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The columns for a subscriber's fields; null clears, what is absent stays. Raises Rejected(422)."""
+    columns: dict[str, Any] = {}
+    for name, value in fields.items():
+        column = SUBSCRIBER_FIELDS.get(name)
+        if column is None:
+            continue
+        if name == "data" and value is not None:
+            if not isinstance(value, dict):
+                raise Rejected(422, "data must be an object", "data")
+            value = json_text(value, "data")
+        elif value is not None and (not isinstance(value, str) or len(value) > 1000 or "\x00" in value):
+            raise Rejected(422, f"{name} must be a text or null", name)
+        columns[column] = value
+    if columns.get("email") is not None and not is_mail_address(columns["email"]):
+        raise Rejected(422, f"{columns['email']!r} is not an e-mail address", "email")
+    if columns.get("timezone") is not None:
+        try:
+            load_zone(columns["timezone"])
+        except RuleError as error:
+            raise Rejected(422, error.message, "timezone") from None
+    return columns
+
+
+def _check_recipients(to: Any) -> list[Recipient]:
+    """The recipients that `to` names, each once. One bad one refuses the whole call."""
+    found: dict[str, dict[str, Any]] = {}
+    entries = to if isinstance(to, list) else [to]
+    if not entries:
+        raise Rejected(422, "to names nobody", "to")
+    for entry in entries:
+        if isinstance(entry, dict):
+            if "subscriberId" not in entry:
+                raise Rejected(422, "a recipient needs a subscriberId", "to")
+            subscriber_id, fields = check_id(entry["subscriberId"], "subscriberId"), check_subscriber_fields(entry)
+        else:
+            subscriber_id, fields = check_id(entry, "to"), {}
+        found.setdefault(subscriber_id, {}).update(fields)
+    return [Recipient(subscriber_id, fields) for subscriber_id, fields in found.items()]
+
+
+def check_trigger(config: Config, body: Any, now: int) -> Trigger:
+    """A trigger as Novu's clients send it, {name, to, payload, transactionId}, checked against the config.
+
+    Raises Rejected: 400 for a wrong shape, 422 for recipients that are none and for a workflow nobody knows.
+    """
+    if not isinstance(body, dict):
+        raise Rejected(400, "a trigger is a JSON object", "body")
+    name, to, payload = body.get("name"), body.get("to"), body.get("payload")
+    if not isinstance(name, str) or not name:
+        raise Rejected(400, "name is missing: the workflow to trigger", "name")
+    if to is None:
+        raise Rejected(400, "to is missing: a subscriber id, an object with subscriberId, or a list of them", "to")
+    if payload is None:
+        payload = {}
+    elif not isinstance(payload, dict):
+        raise Rejected(400, f"payload must be an object, not {_dumps(payload)[:60]}", "payload")
+    if type(to) is str and to.isalnum() and len(to) < 256:
+        recipients = [Recipient(to, {})]
+    else:
+        recipients = _check_recipients(to)
+    if name not in config.workflows:
+        raise Rejected(422, "workflow_not_found", "name")
+    transaction_id = body.get("transactionId")
+    if transaction_id is None:
+        transaction_id = new_public_id("txn", now)
+    else:
+        check_id(transaction_id, "transactionId")
+    return Trigger(name, recipients, payload, json_text(payload), transaction_id)
+
+
+def upsert_subscriber(subscriber_id: str, columns: dict[str, Any], now: int) -> None:
+    """Make a subscriber, or overwrite the columns that are given."""
+    names = list(columns)
+    sets = "".join(f"{name} = excluded.{name}, " for name in names)
+    execute(
+        f"INSERT INTO subscribers (subscriber_id, created_at, updated_at{''.join(', ' + name for name in names)})"
+        f" VALUES (?, ?, ?{', ?' * len(names)})"
+        f" ON CONFLICT (subscriber_id) DO UPDATE SET {sets}updated_at = excluded.updated_at",
+        subscriber_id, now, now, *columns.values(),
+    )  # fmt: skip
+
+
+def record_trigger(trigger: Trigger, now: int) -> tuple[TriggerAnswer, list[Event]]:
+    """Write one event (received) for each recipient of a checked trigger; the answer, and the events that are new.
+
+    The same transaction id again for the same workflow and recipient writes nothing: the answer is as the first was
+    when the content is the same, an error when it is not.
+    """
+    events, errors = [], []
+    for subscriber_id, columns in trigger.recipients:
+        if columns:
+            upsert_subscriber(subscriber_id, columns, now)
+        cursor = database.execute_sql(
+            _INSERT_EVENT, (trigger.workflow, subscriber_id, trigger.payload_text, trigger.transaction_id, now)
+        )
+        if cursor.rowcount == 1:
+            events.append(Event(cursor.lastrowid, trigger.workflow, subscriber_id, trigger.payload, now))
+        elif not _is_repeat(trigger, subscriber_id):
+            errors.append(f"transactionId {trigger.transaction_id} was used before for {subscriber_id}, with another payload")
+    return TriggerAnswer("error" if errors else "processed", trigger.transaction_id, tuple(errors)), events
+
+
+def _is_repeat(trigger: Trigger, subscriber_id: str) -> bool:
+    found = row(
+        "SELECT payload FROM events WHERE transaction_id = ? AND subscriber_id = ? AND workflow = ?",
+        trigger.transaction_id, subscriber_id, trigger.workflow,
+    )  # fmt: skip
+    return canonical_json(_loads(found[0])) == canonical_json(trigger.payload)
+
+
+def received_events(limit: int) -> list[tuple[Event | None, int, str]]:
+    """Events that wait for a place, oldest first: (event, id, reason). One that other programs wrote badly comes as
+    None with the reason why."""
+    found: list[tuple[Event | None, int, str]] = []
+    for event_id, workflow, subscriber_id, text, received_at in rows(
+        "SELECT id, workflow, subscriber_id, payload, received_at FROM events WHERE state = 'received' ORDER BY id LIMIT ?", limit
+    ):
+        try:
+            check_id(subscriber_id, "subscriber_id")
+            payload = parse_json(text)
+            if not isinstance(payload, dict):
+                raise Rejected(400, "the payload is not a JSON object")
+            found.append((Event(event_id, workflow, subscriber_id, payload, received_at), event_id, ""))
+        except Rejected as error:
+            found.append((None, event_id, error.message))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8 Digests
+# ----------------------------------------------------------------------------------------------------------------------
+# Gives each event its place: in the one open window of its step, subscriber and key, or in a run of its own. Closes,
+# holds and discards windows. Owns the moves of events after received, and all of digests; owns the birth of runs that
+# begin from an event or a window. A window is [opened_at, due_at): an event at its end is never in it.
+
+_INSERT_WINDOW = insert_text(Digest, "workflow", "step", "subscriber_id", "key", "opened_at", "closes_at", "due_at")
+_INSERT_EVENT_RUN = insert_text(Run, "workflow", "subscriber_id", "event_id", "step", "next_at", "created_at")
+_FIND_WINDOW = (
+    "SELECT id, due_at FROM digests WHERE subscriber_id = ? AND workflow = ? AND step = ? AND key = ?"
+    " AND state IN ('open', 'held')"
+)
+_WINDOW_COLUMNS = """
+    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.key, d.state, d.waits, s.schedule, s.timezone,
+           EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id AND e.state = 'placed')
+           OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id)
+    FROM digests d LEFT JOIN subscribers s ON s.subscriber_id = d.subscriber_id
+"""
+
+
+class Window(NamedTuple):
+    """A window whose time has come."""
+
+    id: int
+    workflow: str
+    step: str
+    subscriber_id: str
+    key: str
+    state: str
+    waits: int
+    schedule: str | None
+    timezone: str | None
+    has_events: int
+
+
+def value_at(payload: Any, path: Sequence[str]) -> Any:
+    """The value at a path of member names; None when it is missing, or a list or text stands on the way."""
+    for name in path:
+        payload = payload.get(name) if isinstance(payload, dict) else None
+    return payload
+
+
+def digest_key(step: DigestStep, payload: dict[str, Any]) -> str:
+    """The canonical text of the digest key's value: equal for equal JSON values, '' for the group without one."""
+    paths = step.paths
+    if not paths:
+        return ""
+    if len(paths) == 1 and isinstance(step.key, str):
+        value = value_at(payload, paths[0])
+        return "" if value is None else canonical_json(value)
+    return canonical_json([value_at(payload, path) for path in paths])
+
+
+def zone_of(config: Config, workflow: WorkflowSettings | None, timezone: str | None) -> str:
+    """The zone that counts for a subscriber: its own, else the workflow's, else the daemon's."""
+    return timezone or (workflow.timezone if workflow else None) or config.daemon.timezone
+
+
+@functools.lru_cache(maxsize=4096)
+def _schedule_of(text: str, zone: str) -> Schedule | None:
+    try:
+        return parse_schedule(json.loads(text), load_zone(zone))
+    except (RuleError, ValueError) as error:
+        log.warning("a subscriber's schedule cannot be read and is ignored: %s", error)
+        return None
+
+
+def subscriber_schedule(config: Config, schedule: str | None, timezone: str | None) -> Schedule | None:
+    """The weekly hours that restrict a subscriber, in the subscriber's zone, else the daemon's; None: no restriction."""
+    return _schedule_of(schedule, timezone or config.daemon.timezone) if schedule else None
+
+
+def hold_until(config: Config, critical: bool, schedule: str | None, timezone: str | None, waits: int, now: int) -> int | None:
+    """When a step that waits for the subscriber's hours goes on; None: now. At most three waits; none when the
+    schedule never opens."""
+    hours = None if critical else subscriber_schedule(config, schedule, timezone)
+    if hours is None or waits >= MAX_WAITS:
+        return None
+    start = hours.next_start(now)
+    return start if start is not None and start > now else None
+
+
+def ensure_subscriber(subscriber_id: str, now: int) -> None:
+    """A subscriber row for this id, made on the fly when there is none."""
+    if subscriber_id in database.known_subscribers:
+        return
+    execute(
+        "INSERT INTO subscribers (subscriber_id, created_at, updated_at) VALUES (?, ?, ?) ON CONFLICT (subscriber_id) DO NOTHING",
+        subscriber_id, now, now,
+    )  # fmt: skip
+    if len(database.known_subscribers) >= CACHED_ROWS:
+        database.known_subscribers.clear()
+    database.known_subscribers.add(subscriber_id)
+
+
+def _open_window(config: Config, workflow: str, step: DigestStep, subscriber_id: str, key: str, now: int) -> tuple[int, int]:
+    zone = "UTC"
+    if step.window is None:
+        found = row("SELECT timezone FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+        zone = zone_of(config, config.workflows[workflow], found[0] if found else None)
+    closes_at = step.closes_at(now, zone)
+    window_id = insert(_INSERT_WINDOW, workflow, step.id, subscriber_id, key, now, closes_at, closes_at)
+    log.debug("digests %s opened workflow=%s step=%s closes_at=%s", window_id, workflow, step.id, closes_at)
+    return window_id, closes_at
+
+
+def join_or_open(config: Config, workflow: str, step: DigestStep, subscriber_id: str, key: str, at: int, now: int) -> int:
+    """The id of the window that something which reached a digest step at `at` belongs to.
+
+    A window that has already ended by then is settled first, with the function the tick uses; if that holds it, it
+    collects on. An instant in the past counts for joining only: a new window opens now.
+    """
+    name = (subscriber_id, workflow, step.id, key)
+    found = database.open_windows.get(name) or row(_FIND_WINDOW, *name)
+    if found and at >= found[1]:
+        settle_windows(config, [Window(*row(_WINDOW_COLUMNS + " WHERE d.id = ?", found[0]))], now)
+        found = row(_FIND_WINDOW, *name)
+    if not found:
+        found = _open_window(config, workflow, step, subscriber_id, key, now)
+    if len(database.open_windows) >= CACHED_ROWS:
+        database.open_windows.clear()
+    database.open_windows[name] = found
+    return int(found[0])
+
+
+def place_event(config: Config, event: Event, now: int) -> None:
+    """received -> placed: in a window when its workflow begins with a digest, else in a run of its own."""
+    workflow = config.workflows.get(event.workflow)
+    if workflow is None:
+        fail_event(event.id, f"no workflow is called {event.workflow!r}", now)
+        return
+    ensure_subscriber(event.subscriber_id, now)
+    step = workflow.steps[0]
+    if isinstance(step, DigestStep):
+        at = min(event.received_at, now)
+        digest_id = join_or_open(
+            config, event.workflow, step, event.subscriber_id, digest_key(step, event.payload), at, now
+        )
+        move(EventRow, event.id, "received", "placed", digest_id=digest_id, placed_at=now)
+    elif move(EventRow, event.id, "received", "placed", placed_at=now):
+        insert(_INSERT_EVENT_RUN, event.workflow, event.subscriber_id, event.id, None, now, now)
+
+
+def fail_event(event_id: int, reason: str, now: int) -> None:
+    """received -> failed: kept, with the reason, and listed as trouble."""
+    if move(EventRow, event_id, "received", "failed", finished_at=now, reason=reason):
+        log.error("event %s cannot be placed: %s", event_id, one_line(reason))
+
+
+def place_or_fail(config: Config, event: Event, now: int) -> None:
+    """Place an event; one that cannot be placed fails alone."""
+    try:
+        with savepoint():
+            place_event(config, event, now)
+    except DigestdError as error:
+        fail_event(event.id, error.message, now)
+    except peewee.DatabaseError:
+        raise
+    except Exception as error:
+        log.exception("a bug met event %s", event.id)
+        fail_event(event.id, f"a bug in digestd: {type(error).__name__}: {error}", now)
+
+
+def place_events(config: Config, now: int) -> int:
+    """Stage: events (received) that other programs or the command line wrote -> placed, or failed."""
+    found = received_events(BATCH)
+    for event, event_id, reason in found:
+        if event is None:
+            fail_event(event_id, reason, now)
+        else:
+            place_or_fail(config, event, now)
+    return len(found)
+
+
+def _verdict(config: Config, window: Window, now: int) -> int | None:
+    """Until when a window that has ended is held for the subscriber's hours; None when it goes on now."""
+    workflow = config.workflows.get(window.workflow)
+    step = workflow.step(window.step) if workflow else None
+    if workflow is None or not getattr(step, "extend_to_schedule", False):
+        return None
+    return hold_until(config, workflow.critical, window.schedule, window.timezone, window.waits, now)
+
+
+def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
+    """Windows that have ended: open/held -> closed with a run each, -> held, or -> discarded when nothing is in them."""
+    closing: dict[str, list[int]] = {"open": [], "held": []}
+    for window in windows:
+        until = _verdict(config, window, now) if window.has_events else None
+        if not window.has_events:
+            move(Digest, window.id, window.state, "discarded", closed_at=now, reason="nothing is in it")
+        elif until is None:
+            closing[window.state].append(window.id)
+        else:
+            move(Digest, window.id, window.state, "held", due_at=until, held_at=now, waits=window.waits + 1)
+        database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
+    closed = [moved for state, ids in closing.items() for moved in move_all(Digest, ids, state, "closed", closed_at=now)]
+    if closed:
+        execute(
+            "INSERT INTO runs (workflow, subscriber_id, digest_id, step, next_at, created_at)"
+            " SELECT workflow, subscriber_id, id, step, ?, ? FROM digests WHERE id IN (SELECT value FROM json_each(?))",
+            now, now, json.dumps(closed),
+        )  # fmt: skip
+
+
+def close_windows(config: Config, now: int) -> int:
+    """Stage: windows whose time has come -> closed, held or discarded."""
+    due = rows(
+        _WINDOW_COLUMNS + " WHERE d.state IN ('open', 'held') AND d.due_at <= ? ORDER BY d.due_at, d.id LIMIT ?", now, BATCH
+    )
+    settle_windows(config, [Window(*found) for found in due], now)
+    return len(due)
+
+
+def join_later_window(config: Config, run_id: int, workflow: str, step: DigestStep, subscriber_id: str, key: str, now: int) -> None:
+    """A run that reaches a digest step further on joins its window as a whole: active -> merged."""
+    window_id = join_or_open(config, workflow, step, subscriber_id, key, now, now)
+    if move(Run, run_id, "active", "merged", next_at=None, finished_at=now, reason=f"joined digest {window_id}"):
+        insert(insert_text(DigestRun, "run_id", "digest_id", "joined_at"), run_id, window_id, now)
+
+
+def _discard_if_empty(digest_id: int, now: int) -> None:
+    found = row(_WINDOW_COLUMNS + " WHERE d.id = ? AND d.state IN ('open', 'held')", digest_id)
+    if found:
+        window = Window(*found)
+        if not window.has_events:
+            move(Digest, window.id, window.state, "discarded", closed_at=now, reason="all its events were cancelled")
+            database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
+
+
+def _cancel_run(run_id: int, now: int) -> bool:
+    """What is unfinished of a run that comes from one event: its jobs, its place in a later window, itself."""
+    found = row("SELECT r.state, m.digest_id FROM runs r LEFT JOIN digest_runs m ON m.run_id = r.id WHERE r.id = ?", run_id)
+    state, later = found if found else ("", None)
+    if state == "merged" and row("SELECT 1 FROM digests WHERE id = ? AND state IN ('open', 'held')", later):
+        execute("DELETE FROM digest_runs WHERE run_id = ?", run_id)
+        move(Run, run_id, "merged", "cancelled", finished_at=now, reason="cancelled")
+        _discard_if_empty(later, now)
+        return True
+    if state != "active":
+        return False
+    for job_id, job_state in rows("SELECT id, state FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting')", run_id):
+        move(Job, job_id, job_state, "cancelled", finished_at=now, reason="cancelled", message=None)
+    if row("SELECT 1 FROM jobs WHERE run_id = ? AND state = 'active'", run_id):
+        execute("UPDATE runs SET next_at = NULL, reason = 'cancelled' WHERE id = ? AND state = 'active'", run_id)
+        return True
+    return move(Run, run_id, "active", "cancelled", next_at=None, finished_at=now, reason="cancelled")
+
+
+def cancel_transaction(transaction_id: str, now: int) -> bool:
+    """Take the events of a transaction out of open and held windows, and cancel what is unfinished of runs that come
+    from them alone. True only when something was cancelled; a closed window's events cannot be."""
+    cancelled = False
+    for event_id, state, digest_id in rows("SELECT id, state, digest_id FROM events WHERE transaction_id = ?", transaction_id):
+        if state == "placed" and digest_id is None:
+            run = row("SELECT id FROM runs WHERE event_id = ?", event_id)
+            if not run or not _cancel_run(run[0], now):
+                continue
+        elif state == "placed":
+            if not row("SELECT 1 FROM digests WHERE id = ? AND state IN ('open', 'held')", digest_id):
+                continue
+        elif state != "received":
+            continue
+        cancelled |= move(EventRow, event_id, state, "cancelled", finished_at=now, reason="cancelled")
+        if digest_id is not None:
+            _discard_if_empty(digest_id, now)
+    return cancelled
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 9 Repeatables
+# ----------------------------------------------------------------------------------------------------------------------
+# Specs, each with exactly one pending run (a unique index proves it). Owns all moves of repeatables, and the birth of
+# their runs and of those runs' jobs. Taking a run and adding the next one is one transaction, before its work starts.
+
+_INSERT_SLOT_RUN = insert_text(Run, "repeatable_id", "seq", "slot_at", "created_at")
+_INSERT_JOB = insert_text(
+    Job, "run_id", "step", "type", "sender", "state", "due_at", "public_id", "created_at", "finished_at", "reason"
+)
+
+
+class Spec(NamedTuple):
+    """What a repeatable is, apart from what has become of it."""
+
+    name: str
+    cron: str | None
+    every_ms: int | None
+    timezone: str
+    run_limit: int | None
+    action: str  # JSON: sender and templates, or trigger; and data
+
+    @property
+    def key(self) -> str:
+        """The identity that BullMQ gives it: name, job id, end, zone, rule."""
+        return f"{self.name}:::{self.timezone}:{self.cron or self.every_ms}"
+
+
+def spec_of(config: Config, name: str, settings: RepeatableSettings) -> Spec:
+    """The spec that an entry of the config stands for."""
+    action = settings.model_dump(include={"sender", "subject", "text", "html", "data", "trigger"}, exclude_none=True)
+    zone = settings.timezone or config.daemon.timezone
+    return Spec(name, settings.cron, settings.every, zone, settings.limit, json.dumps(action, ensure_ascii=False))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_rule(cron: str | None, every_ms: int | None, timezone: str, seed: str) -> Rule:
+    return parse_cron(cron, load_zone(timezone), seed) if cron is not None else Every(every_ms or 1)
+
+
+def plan_run(spec_id: int, after: int, now: int) -> bool:
+    """Add the pending run of an active spec: its first slot strictly after `after`. False when there is none to add:
+    the limit is reached (finished), or the rule has no further slot (broken)."""
+    name, cron, every_ms, timezone, limit, count, seq, action = row(
+        "SELECT name, cron, every_ms, timezone, run_limit, count, seq, action FROM repeatables WHERE id = ?", spec_id
+    )
+    if limit is not None and count >= limit:
+        move(Repeatable, spec_id, "active", "finished", finished_at=now, reason=f"the limit of {limit} runs is reached")
+        return False
+    try:
+        slot_at = _slot_rule(cron, every_ms, timezone, name).next_after(after)
+    except RuleError as error:
+        slot_at, reason = None, error.message
+    else:
+        reason = "the rule has no further time"
+    if slot_at is None:
+        if move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason):
+            log.error("repeatable %s is broken: %s", one_line(name), reason)
+        return False
+    run_id = insert(_INSERT_SLOT_RUN, spec_id, seq + 1, slot_at, now)
+    execute("UPDATE repeatables SET seq = ? WHERE id = ?", seq + 1, spec_id)
+    sender = json.loads(action).get("sender")
+    kind = "trigger" if sender is None else "message"
+    insert(_INSERT_JOB, run_id, name, kind, sender, "delayed", slot_at, new_public_id("msg", slot_at), now, None, None)
+    return True
+
+
+def take_run(run_id: int, now: int) -> int:
+    """The pending run is taken: count it and add the next one, planned from its slot or from now, whichever is later.
+
+    Returns which run of the spec this is. A retry finds it taken and changes nothing.
+    """
+    spec_id, slot_at, taken_at, seq = row("SELECT repeatable_id, slot_at, taken_at, seq FROM runs WHERE id = ?", run_id)
+    if taken_at is None:
+        execute("UPDATE runs SET taken_at = ? WHERE id = ? AND taken_at IS NULL", now, run_id)
+        execute("UPDATE repeatables SET count = count + 1 WHERE id = ?", spec_id)
+        if row("SELECT 1 FROM repeatables WHERE id = ? AND state = 'active'", spec_id):
+            plan_run(spec_id, max(now, slot_at), now)
+    return int(seq)
+
+
+def _drop_pending_run(spec_id: int, reason: str, now: int) -> None:
+    """Cancel the run that no one has taken yet, also when it waits for a free sender."""
+    for run_id, job_id, job_state in rows(
+        "SELECT r.id, j.id, j.state FROM runs r JOIN jobs j ON j.run_id = r.id"
+        " WHERE r.repeatable_id = ? AND r.taken_at IS NULL AND r.state = 'active'", spec_id
+    ):  # fmt: skip
+        move(Job, job_id, job_state, "cancelled", finished_at=now, reason=reason)
+        move(Run, run_id, "active", "cancelled", finished_at=now, reason=reason)
+
+
+def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
+    """Add a spec, or bring the one of this name and source up to date; what changed, in words, '' for nothing.
+
+    The counter is kept. The pending run is planned anew only when the timing changed.
+    """
+    have = row(
+        "SELECT id, key, run_limit, action, state, count FROM repeatables WHERE name = ? AND source = ?", spec.name, source
+    )
+    if have is None:
+        spec_id = insert(
+            insert_text(Repeatable, "key", "name", "source", "cron", "every_ms", "timezone", "run_limit", "action", "created_at", "updated_at"),
+            spec.key, spec.name, source, spec.cron, spec.every_ms, spec.timezone, spec.run_limit, spec.action, now, now,
+        )  # fmt: skip
+        plan_run(spec_id, now, now)
+        return "added"
+    spec_id, key, run_limit, action, state, count = have
+    timing = key != spec.key
+    changed = [word for word, is_new in (("timing", timing), ("limit", run_limit != spec.run_limit), ("action", action != spec.action)) if is_new]
+    if changed:
+        execute(
+            "UPDATE repeatables SET key = ?, cron = ?, every_ms = ?, timezone = ?, run_limit = ?, action = ?, updated_at = ? WHERE id = ?",
+            spec.key, spec.cron, spec.every_ms, spec.timezone, spec.run_limit, spec.action, now, spec_id,
+        )  # fmt: skip
+    is_over = spec.run_limit is not None and count >= spec.run_limit
+    if state in ("retired", "broken") or (state == "finished" and not is_over):
+        move(Repeatable, spec_id, state, "active", finished_at=None, reason=None, updated_at=now)
+        changed.append("active again")
+    if "timing" in changed or "action" in changed or "limit" in changed or "active again" in changed:
+        _plan_anew(spec_id, timing or "active again" in changed, action != spec.action, now)
+    return ", ".join(changed)
+
+
+def _plan_anew(spec_id: int, timing: bool, action: bool, now: int) -> None:
+    """After a change: keep the pending run where its timing holds, and let it do what the spec now says."""
+    pending = row("SELECT slot_at FROM runs WHERE repeatable_id = ? AND taken_at IS NULL AND state = 'active'", spec_id)
+    if pending and not timing and not action and not row("SELECT 1 FROM repeatables WHERE id = ? AND run_limit <= count", spec_id):
+        return
+    _drop_pending_run(spec_id, "planned anew", now)
+    after = now if timing or not pending else min(now, pending[0] - 1)
+    if row("SELECT 1 FROM repeatables WHERE id = ? AND state = 'active'", spec_id):
+        plan_run(spec_id, after, now)
+
+
+def retire_repeatable(spec_id: int, name: str, state: str, now: int) -> None:
+    """A spec that the config no longer holds ends, with its pending run; a run under way finishes."""
+    _drop_pending_run(spec_id, "removed from the config", now)
+    if move(Repeatable, spec_id, state, "retired", finished_at=now, reason="removed from the config"):
+        log.info("repeatable %s: removed", one_line(name))
+
+
+def sync_repeatables(config: Config, now: int) -> None:
+    """Make the specs that came from the config equal to the config; those added otherwise are left alone."""
+    for name, settings in config.repeatables.items():
+        try:
+            with savepoint():
+                changed = upsert_repeatable(spec_of(config, name, settings), "config", now)
+        except peewee.IntegrityError as error:
+            log.error("repeatable %s cannot be stored: %s", one_line(name), error)
+            continue
+        if changed:
+            log.info("repeatable %s: %s", one_line(name), changed)
+    for spec_id, name, state in rows("SELECT id, name, state FROM repeatables WHERE source = 'config' AND state <> 'retired'"):
+        if name not in config.repeatables:
+            retire_repeatable(spec_id, name, state, now)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 10 Jobs
+# ----------------------------------------------------------------------------------------------------------------------
+# Begins the next step of runs, promotes due jobs, claims waiting ones, and composes their messages. Owns the birth of
+# jobs and attempts, the moves of jobs up to active, and those of the jobs that need no sender.
+
+_READY_RUNS = (
+    "SELECT id, workflow, subscriber_id, event_id, digest_id, step, created_at FROM runs"
+    " WHERE next_at <= ? ORDER BY next_at, id LIMIT ?"
+)
+_BEGIN_ATTEMPT = (
+    "INSERT INTO attempts (job_id, number, started_at)"
+    " SELECT ?, coalesce(max(number), 0) + 1, ? FROM attempts WHERE job_id = ? RETURNING id, number"
+)
+_RUN_STEP = "UPDATE runs SET step = ?, next_at = ? WHERE id = ? AND state = 'active'"
+# Only from the step the run is at: a step retried by hand, long passed, must not push the run on.
+_GO_ON = "UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active' AND step = ? AND reason IS NULL"
+
+
+class ReadyRun(NamedTuple):
+    """A run whose next step is to begin."""
+
+    id: int
+    workflow: str
+    subscriber_id: str
+    event_id: int | None
+    digest_id: int | None
+    step: str | None
+    created_at: int
+
+
+def settle_run(run_id: int, now: int) -> None:
+    """active -> completed, once no step is to come and no job is unfinished; -> cancelled when that was asked for."""
+    if row("SELECT 1 FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting', 'active') LIMIT 1", run_id):
+        return
+    found = row("SELECT reason FROM runs WHERE id = ? AND next_at IS NULL", run_id)
+    if found:
+        cancelled = found[0] == "cancelled"
+        move(Run, run_id, "active", "cancelled" if cancelled else "completed", finished_at=now)
+
+
+def go_on(config: Config, run_id: int, workflow: str | None, step: str | None, now: int) -> None:
+    """The run's step is passed: its next one begins now, or it is over."""
+    settings = config.workflows.get(workflow) if workflow else None
+    if workflow is not None and (settings is None or step not in settings.places or settings.step_after(step)):
+        execute(_GO_ON, now, run_id, step)
+    settle_run(run_id, now)
+
+
+def insert_job(run_id: int, step: str, kind: str, sender: str | None, state: str, due_at: int, now: int, reason: str | None = None) -> int:
+    """A job is born; it is final from the start when its state is skipped or failed."""
+    finished_at = now if state in ("skipped", "failed") else None
+    return insert(
+        _INSERT_JOB, run_id, step, kind, sender, state, due_at, new_public_id("msg", now), now, finished_at, reason
+    )
+
+
+def first_payload(event_id: int | None, digest_id: int | None) -> dict[str, Any]:
+    """The payload that a run works with: its event's, or the first event's of its window."""
+    events = load_events(event_id, digest_id)
+    return json.loads(events[0].payload_text) if events else {}
+
+
+def load_events(event_id: int | None, digest_id: int | None) -> list[DigestedEvent]:
+    """The original events behind a run, oldest first, through any number of windows."""
+    if digest_id is None:
+        found = rows("SELECT id, received_at, payload, transaction_id FROM events WHERE id = ?", event_id)
+    else:
+        found = rows(
+            "SELECT id, received_at, payload, transaction_id FROM events WHERE digest_id = ? AND state = 'placed'"
+            " ORDER BY received_at, id", digest_id
+        )  # fmt: skip
+        joined = rows("SELECT r.event_id, r.digest_id FROM digest_runs m JOIN runs r ON r.id = m.run_id WHERE m.digest_id = ?", digest_id)
+        if joined:
+            found += [event for one_event, one_digest in joined for event in load_events(one_event, one_digest)]
+            found.sort(key=lambda event: (event[1], event[0]))
+    return [DigestedEvent(*event) for event in found]
+
+
+def _earlier_digests(digest_id: int) -> list[tuple[str, int]]:
+    """The windows whose runs joined this one, with their steps."""
+    return rows(
+        "SELECT d.step, d.id FROM digest_runs m JOIN runs r ON r.id = m.run_id JOIN digests d ON d.id = r.digest_id"
+        " WHERE m.digest_id = ?", digest_id
+    )  # fmt: skip
+
+
+def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, step: Any, now: int) -> None:
+    """A channel step: a job that waits for its sender, or one skipped outside the subscriber's hours."""
+    if not workflow.critical and step.type != "in_app":
+        found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
+        hours = subscriber_schedule(config, *found) if found else None
+        if hours is not None and not hours.is_inside(now):
+            insert_job(run.id, step.id, step.type, step.sender, "skipped", now, now, "outside the subscriber's schedule")
+            execute(_RUN_STEP, step.id, now, run.id)
+            return
+    insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
+    execute(_RUN_STEP, step.id, None, run.id)
+
+
+def _lose_place(run: ReadyRun, reason: str, now: int) -> None:
+    """The config no longer holds the run's workflow or step: a failed job stands for what cannot go on, and `retry`
+    makes it look again."""
+    insert_job(run.id, f"after {run.step or 'the start'}", "next", None, "failed", now, now, reason)
+    move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=reason)
+    log.error("run %s cannot go on: %s", run.id, reason)
+
+
+def begin_step(config: Config, run: ReadyRun, now: int) -> None:
+    """Begin the step after the one a run is at, whatever its type."""
+    workflow = config.workflows.get(run.workflow)
+    if workflow is None:
+        _lose_place(run, "workflow removed", now)
+        return
+    if run.step is not None and run.step not in workflow.places:
+        _lose_place(run, "step removed", now)
+        return
+    step = workflow.step_after(run.step)
+    if step is None:
+        execute("UPDATE runs SET next_at = NULL WHERE id = ?", run.id)
+        settle_run(run.id, now)
+    elif isinstance(step, DigestStep):
+        key = digest_key(step, first_payload(run.event_id, run.digest_id))
+        join_later_window(config, run.id, run.workflow, step, run.subscriber_id, key, now)
+    elif isinstance(step, DelayStep):
+        insert_job(run.id, step.id, "delay", None, "delayed", now + step.delay, now)
+        execute(_RUN_STEP, step.id, None, run.id)
+    else:
+        _begin_channel(config, run, workflow, step, now)
+
+
+def begin_steps(config: Config, now: int) -> int:
+    """Stage: runs whose next step is to begin -> a job, a window joined, or the end of the run."""
+    found = rows(_READY_RUNS, now, BATCH)
+    for one in found:
+        run = ReadyRun(*one)
+        try:
+            with savepoint():
+                begin_step(config, run, now)
+        except peewee.DatabaseError:
+            raise
+        except Exception as error:
+            reason = error.message if isinstance(error, DigestdError) else f"a bug in digestd: {type(error).__name__}: {error}"
+            log.error("run %s cannot go on: %s", run.id, one_line(reason), exc_info=not isinstance(error, DigestdError))
+            move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=reason)
+    return len(found)
+
+
+def promote_jobs(now: int) -> int:
+    """Stage: jobs (delayed) that are due -> waiting."""
+    due = rows("SELECT id FROM jobs WHERE state = 'delayed' AND due_at <= ? ORDER BY due_at LIMIT ?", now, BATCH)
+    return len(move_all(Job, [found[0] for found in due], "delayed", "waiting"))
+
+
+# -- jobs that need no sender ------------------------------------------------------------------------------------------
+
+
+def _finish_delay(config: Config, job_id: int, run: ReadyRun, waits: int, now: int) -> None:
+    """The delay is over: the run goes on, or waits for the subscriber's hours."""
+    workflow = config.workflows.get(run.workflow)
+    step = workflow.step(run.step or "") if workflow else None
+    if workflow is not None and isinstance(step, DelayStep) and step.extend_to_schedule:
+        found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
+        until = hold_until(config, workflow.critical, *found, waits, now) if found else None
+        if until is not None:
+            move(Job, job_id, "active", "delayed", due_at=until, waits=waits + 1)
+            return
+    move(Job, job_id, "active", "completed", finished_at=now)
+    go_on(config, run.id, run.workflow, run.step, now)
+
+
+def _finish_trigger(config: Config, job_id: int, run_id: int, now: int) -> None:
+    """A repeatable that triggers a workflow: the event is recorded once per slot, whatever is tried again."""
+    key, action, slot_at = row(
+        "SELECT s.key, s.action, r.slot_at FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?", run_id
+    )
+    wanted = json.loads(action)["trigger"]
+    body = {"name": wanted["workflow"], "to": wanted["to"], "payload": wanted.get("payload") or {}}
+    try:
+        trigger = check_trigger(config, {**body, "transactionId": f"repeat {key[:200]} {iso_text(slot_at)}"}, now)
+    except Rejected as error:
+        move(Job, job_id, "active", "failed", finished_at=now, reason=f"the trigger was refused: {error.message}")
+    else:
+        record_trigger(trigger, now)
+        move(Job, job_id, "active", "completed", finished_at=now)
+    settle_run(run_id, now)
+
+
+def _find_place(config: Config, job_id: int, run: ReadyRun, now: int) -> None:
+    """Look again for the place of a run whose step or workflow had gone."""
+    workflow = config.workflows.get(run.workflow)
+    if workflow is not None and (run.step is None or run.step in workflow.places):
+        move(Job, job_id, "active", "completed", finished_at=now)
+        execute("UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active'", now, run.id)
+    else:
+        reason = "step removed" if workflow else "workflow removed"
+        move(Job, job_id, "active", "failed", finished_at=now, reason=reason)
+        move(Run, run.id, "active", "failed", finished_at=now, reason=reason)
+
+
+def finish_plain_jobs(config: Config, now: int) -> int:
+    """Stage: jobs (waiting) that need no sender -> active -> completed, in one go: delays, in-app rows, triggers."""
+    found = rows(
+        "SELECT j.id, j.type, j.waits, r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, r.created_at"
+        " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at LIMIT ?",
+        BATCH,
+    )
+    for job_id, kind, waits, *rest in found:
+        run = ReadyRun(*rest)
+        try:
+            with savepoint():
+                _finish_plain_job(config, job_id, kind, waits, run, now)
+        except peewee.DatabaseError:
+            raise
+        except Exception as error:
+            log.exception("a bug met job %s", job_id)
+            move(Job, job_id, "waiting", "active", taken_at=now)
+            move(Job, job_id, "active", "failed", finished_at=now, reason=f"a bug in digestd: {type(error).__name__}: {error}")
+            go_on(config, run.id, run.workflow, run.step, now)
+    return len(found)
+
+
+def _finish_plain_job(config: Config, job_id: int, kind: str, waits: int, run: ReadyRun, now: int) -> None:
+    if kind == "trigger":
+        take_run(run.id, now)
+    move(Job, job_id, "waiting", "active", taken_at=now)
+    if kind == "delay":
+        _finish_delay(config, job_id, run, waits, now)
+    elif kind == "trigger":
+        _finish_trigger(config, job_id, run.id, now)
+    elif kind == "next":
+        _find_place(config, job_id, run, now)
+    else:
+        _finish_in_app(config, job_id, run, now)
+
+
+def _finish_in_app(config: Config, job_id: int, run: ReadyRun, now: int) -> None:
+    draft = load_draft(config, job_id, now)
+    try:
+        if isinstance(draft, str):
+            raise PermanentFailure(draft)
+        write_inbox(draft, compose(draft), now)
+        move(Job, job_id, "active", "completed", finished_at=now)
+    except PermanentFailure as error:
+        move(Job, job_id, "active", "failed", finished_at=now, reason=error.message)
+    go_on(config, run.id, run.workflow, run.step, now)
+
+
+def write_inbox(draft: Draft, message: Message, now: int) -> None:
+    """The row in the subscriber's feed; once per job."""
+    execute(
+        insert_text(InboxMessage, "job_id", "public_id", "subscriber_id", "workflow", "subject", "body", "payload", "created_at")
+        + " ON CONFLICT (job_id) DO NOTHING",
+        draft.job_id, draft.public_id, draft.subscriber["subscriberId"], draft.workflow, message.summary.get("subject"),
+        message.summary.get("html") or message.summary.get("text"), draft.events[0].payload_text if draft.events else "{}", now,
+    )  # fmt: skip
+
+
+# -- drafts: what a message is composed from ---------------------------------------------------------------------------
+
+
+def load_subscriber(subscriber_id: str | None) -> dict[str, Any]:
+    """A subscriber as templates and webhooks see it; only the fields that are set."""
+    found = row(
+        "SELECT first_name, last_name, email, phone, avatar, locale, timezone, data FROM subscribers WHERE subscriber_id = ?",
+        subscriber_id,
+    )
+    person: dict[str, Any] = {"subscriberId": subscriber_id}
+    for name, value in zip(SUBSCRIBER_FIELDS, found or (), strict=False):
+        if value is not None:
+            person[name] = json.loads(value) if name == "data" else value
+    return person
+
+
+def load_draft(config: Config, job_id: int, now: int) -> Draft | str:
+    """All that the message of a job is made from, as the config and the rows say now; or why there is none to make."""
+    public_id, step_id, kind, workflow_name, subscriber_id, event_id, digest_id, spec_id, created_at = row(
+        "SELECT j.public_id, j.step, j.type, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id, r.created_at"
+        " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
+    )  # fmt: skip
+    if spec_id is not None:
+        return _repeatable_draft(config, job_id, public_id, now)
+    workflow = config.workflows.get(workflow_name)
+    step = workflow.step(step_id) if workflow else None
+    if workflow is None or step is None:
+        return "step removed" if workflow else "workflow removed"
+    sender = config.senders[step.sender] if step.sender is not None else None
+    events = load_events(event_id, digest_id)
+    draft = Draft(
+        job_id, public_id, kind, sender, step, now, created_at, workflow=workflow_name, step=step_id,
+        subscriber=load_subscriber(subscriber_id), digest_id=digest_id, events=events,
+    )  # fmt: skip
+    _load_digest(draft, workflow, digest_id)
+    return draft
+
+
+def _load_digest(draft: Draft, workflow: WorkflowSettings, digest_id: int | None) -> None:
+    """Which digest steps the run has behind it, and the events of each."""
+    if digest_id is not None:
+        draft.has_digest = True
+        step, draft.digest_key = row("SELECT step, key FROM digests WHERE id = ?", digest_id)
+        draft.steps[step] = draft.events
+        behind = _earlier_digests(digest_id)
+        while behind:
+            earlier_step, earlier_id = behind.pop()
+            draft.steps.setdefault(earlier_step, []).extend(load_events(None, earlier_id))
+            behind += _earlier_digests(earlier_id)
+        return
+    for step in workflow.steps[: workflow.places[draft.step or ""]]:
+        if isinstance(step, DigestStep):  # it went past this one alone
+            draft.has_digest = True
+            draft.digest_key = digest_key(step, json.loads(draft.events[0].payload_text) if draft.events else {})
+            draft.steps[step.id] = draft.events
+
+
+def _repeatable_draft(config: Config, job_id: int, public_id: str, now: int) -> Draft | str:
+    name, spec_key, spec_job_id, action, slot_at, seq = row(
+        "SELECT s.name, s.key, s.job_id, s.action, r.slot_at, r.seq FROM jobs j JOIN runs r ON r.id = j.run_id"
+        " JOIN repeatables s ON s.id = r.repeatable_id WHERE j.id = ?", job_id
+    )  # fmt: skip
+    wanted = json.loads(action)
+    sender = config.senders.get(wanted.get("sender") or "")
+    if sender is None:
+        return "sender removed"
+    content = RepeatableSettings.model_construct(
+        subject=wanted.get("subject"), text=wanted.get("text"), html=wanted.get("html")
+    )
+    facts = {"name": name, "key": spec_key, "jobId": spec_job_id, "slot": iso_text(slot_at), "count": seq, "data": wanted.get("data")}
+    return Draft(job_id, public_id, "message", sender, content, now, slot_at, repeatable=facts)
+
+
+# -- composing ---------------------------------------------------------------------------------------------------------
+
+
+def _clean_line(text: str) -> str:
+    """A text fit for one header line: breaks and control characters become blanks, and it ends somewhere."""
+    line = " ".join("".join(" " if not char.isprintable() else char for char in text).split())
+    return line if len(line) <= MAX_SUBJECT else line[: MAX_SUBJECT - 1] + "…"
+
+
+def _step_values(events: Sequence[DigestedEvent]) -> dict[str, Any]:
+    """What a digest step leaves for templates: steps.<id>.events, eventCount, and Novu's two summaries."""
+    listed = [{"id": str(event.id), "time": iso_text(event.time_at), "payload": json.loads(event.payload_text)} for event in events]
+    return {
+        "events": listed,
+        "eventCount": len(listed),
+        "countSummary": filter_pluralize(len(listed), "notification", "notifications"),
+        "sentenceSummary": filter_to_sentence(listed, "payload.name", 2, "other"),
+    }
+
+
+def _template_context(draft: Draft) -> dict[str, Any]:
+    if draft.repeatable:
+        facts = draft.repeatable
+        return {"repeatable": facts, "slot": facts["slot"], "count": facts["count"], "data": facts["data"]}
+    return {
+        "payload": json.loads(draft.events[0].payload_text) if draft.events else {},
+        "subscriber": draft.subscriber,
+        "workflow": {"name": draft.workflow},
+        "steps": {step: _step_values(events) for step, events in draft.steps.items()},
+    }
+
+
+def render_content(draft: Draft) -> dict[str, Any]:
+    """The subject, text and html that the step has templates for. Raises PermanentFailure."""
+    content = draft.content
+    if content.subject is None and content.text is None and content.html is None:
+        return {}
+    context = _template_context(draft)
+    rendered: dict[str, Any] = {}
+    if content.subject is not None:
+        rendered["subject"] = _clean_line(render_template(content.subject, context))
+    if content.text is not None:
+        rendered["text"] = render_template(content.text, context)
+    if content.html is not None:
+        rendered["html"] = render_template(content.html, context, html=True)
+    return rendered
+
+
+def _events_text(events: Sequence[DigestedEvent]) -> tuple[str, int]:
+    """The events as JSON text, and how many of the newest had their payload left out. Stored JSON is joined as it is."""
+    parts, size, cut = [], 0, 0
+    for number, event in enumerate(events):
+        head = f'{{"id":"{event.id}","time":"{iso_text(event.time_at)}"'
+        tail = f',"transactionId":{_dumps(event.transaction_id)}}}'
+        size += len(event.payload_text)
+        if cut or number >= MAX_EVENTS_SHOWN or size > MAX_EVENTS_BYTES:
+            cut += 1
+            parts.append(head + tail)
+        else:
+            parts.append(f'{head},"payload":{event.payload_text}{tail}')
+    return f"[{','.join(parts)}]", cut
+
+
+def _digest_text(draft: Draft) -> str:
+    if not draft.has_digest:
+        return "null"
+    listed, cut = _events_text(draft.events)
+    digest_id = "null" if draft.digest_id is None else f'"{draft.digest_id}"'
+    return (
+        f'{{"id":{digest_id},"key":{draft.digest_key or "null"},"eventCount":{len(draft.events)},'
+        f'"events":{listed},"truncated":{cut or "false"}}}'
+    )
+
+
+def compose_webhook(draft: Draft, rendered: dict[str, Any]) -> Message:
+    """The Standard Webhooks event: type, timestamp, data."""
+    if draft.repeatable:
+        facts = draft.repeatable
+        data = _dumps({"repeatable": facts["name"], "name": facts["name"], **{name: facts[name] for name in ("jobId", "key", "slot", "count", "data")}, **rendered})
+        kind = "repeatable"
+    else:
+        kind = draft.channel
+        payload = draft.events[0].payload_text if draft.events else "{}"
+        data = (
+            f'{{"workflow":{_dumps(draft.workflow)},"step":{_dumps(draft.step)},"channel":"{draft.channel}",'
+            f'"subscriber":{_dumps(draft.subscriber)},"payload":{payload},"digest":{_digest_text(draft)}'
+            + "".join(f',"{name}":{_dumps(text)}' for name, text in rendered.items())
+            + "}"
+        )
+    body = f'{{"type":"digestd.{kind}","timestamp":"{iso_text(draft.created_at)}","data":{data}}}'
+    return Message(body, "application/json", summary=rendered)
+
+
+def _readable(draft: Draft, rendered: dict[str, Any]) -> str:
+    """A body for people where the step has no template: one line per event."""
+    if "text" in rendered:
+        return str(rendered["text"])
+    if draft.repeatable:
+        return f"{draft.repeatable['name']}, run {draft.repeatable['count']}, {draft.repeatable['slot']}\n"
+    return "".join(f"- {iso_text(event.time_at)} {event.payload_text}\n" for event in draft.events)
+
+
+def _default_subject(draft: Draft, rendered: dict[str, Any]) -> str:
+    return rendered.get("subject") or _clean_line(draft.workflow or str(draft.repeatable.get("name", "digestd")))
+
+
+def compose_log(draft: Draft, rendered: dict[str, Any]) -> Message:
+    """What the log sender prints: a line for the subject, lines for the body."""
+    to = draft.subscriber.get("subscriberId", "")
+    summary = {"subject": _default_subject(draft, rendered), **rendered, "text": _readable(draft, rendered)}
+    return Message(summary["text"], subject=summary["subject"], to=to, summary=summary)
+
+
+def _ascii_domain(address: str) -> str:
+    local, _, domain = address.rpartition("@")
+    try:
+        return f"{local}@{domain.encode('idna').decode('ascii')}"
+    except UnicodeError:
+        raise PermanentFailure(f"{address} has a domain that cannot be written in ASCII") from None
+
+
+def _header_text(text: str) -> str:
+    """A header value in ASCII. Texts that hold =? are encoded too, or a reader would decode what an event says."""
+    from email.header import Header
+
+    return text if text.isascii() and "=?" not in text else Header(text, "utf-8", maxlinelen=75).encode()
+
+
+def _mailbox_header(name: str, address: str) -> str:
+    from email.utils import quote
+
+    if not name:
+        return address
+    return f'"{quote(name)}" <{address}>' if name.isascii() and "=?" not in name else f"{_header_text(name)} <{address}>"
+
+
+def compose_mail(draft: Draft, rendered: dict[str, Any]) -> Message:
+    """A finished mail: multipart/alternative where there is HTML, stable Message-ID, no header line over 900 bytes."""
+    import email.utils
+    from email.charset import QP, Charset
+    from email.generator import BytesGenerator
+    from email.mime.multipart import MIMEMultipart
+    from email.mime.text import MIMEText
+    from email.policy import compat32
+
+    charset = Charset("utf-8")
+    charset.body_encoding = QP
+    text = MIMEText(_readable(draft, rendered).replace("\x00", ""), "plain", charset)  # type: ignore[arg-type]
+    mail: MIMEText | MIMEMultipart = text
+    if "html" in rendered:
+        mail = MIMEMultipart("alternative", boundary=f"=_{draft.public_id}")
+        mail.attach(text)
+        mail.attach(MIMEText(rendered["html"].replace("\x00", ""), "html", charset))  # type: ignore[arg-type]
+    to = _ascii_domain(draft.subscriber["email"])
+    from_name, from_address = email.utils.parseaddr(draft.sender.sender)
+    from_address = _ascii_domain(from_address)
+    domain = from_address.rpartition("@")[2]
+    names = " ".join(draft.subscriber.get(part, "") for part in ("firstName", "lastName")).strip()
+    subject = _default_subject(draft, rendered)
+    list_name = re.sub(r"[^A-Za-z0-9-]+", "-", draft.workflow or "digestd").strip("-")[:60] or "digestd"
+    for name, value in (
+        ("From", _mailbox_header(from_name, from_address)),
+        ("To", _mailbox_header(_clean_line(names), to)),
+        ("Subject", _header_text(subject)),
+        ("Message-ID", f"<{draft.public_id}@{domain}>"),
+        ("Date", email.utils.format_datetime(EPOCH + dt.timedelta(milliseconds=draft.now))),
+        ("List-Id", f"<{list_name}.digestd.{domain}>"),
+        ("Auto-Submitted", "auto-generated"),
+    ):
+        mail[name] = value
+    out = io.BytesIO()
+    policy = compat32.clone(linesep="\r\n", max_line_length=998)
+    BytesGenerator(out, mangle_from_=False, maxheaderlen=998, policy=policy).flatten(mail)
+    return Message(out.getvalue().decode("utf-8", "surrogateescape"), "message/rfc822", subject, to, {"subject": subject, **rendered, "to": to})
+
+
+def missing_address(draft: Draft) -> str | None:
+    """Why a message has nobody to go to; None when its sender needs no address or there is one."""
+    if not isinstance(draft.sender, SmtpSettings):
+        return None
+    if draft.repeatable:
+        return "a repeatable's message by mail has no recipient; let it trigger a workflow with an email step"
+    address = draft.subscriber.get("email")
+    if not address:
+        return "the subscriber has no e-mail address"
+    return None if is_mail_address(address) else f"{address!r} is not an e-mail address"
+
+
+def compose(draft: Draft) -> Message:
+    """The finished message of a draft. Pure, so that it may run in a thread. Raises PermanentFailure."""
+    try:
+        rendered = render_content(draft)
+        if isinstance(draft.sender, WebhookSettings):
+            return compose_webhook(draft, rendered)
+        if isinstance(draft.sender, SmtpSettings):
+            return compose_mail(draft, rendered)
+        return compose_log(draft, rendered)
+    except PermanentFailure:
+        raise
+    except Exception as error:
+        log.exception("a bug met the message of job %s", draft.job_id)
+        raise PermanentFailure(f"the message cannot be composed: {type(error).__name__}: {error}") from error
+
+
+def is_heavy(draft: Draft) -> bool:
+    """Whether composing takes so long that it belongs in a thread."""
+    return len(draft.events) > 200 or isinstance(draft.sender, SmtpSettings)
+
+
+# -- claiming ----------------------------------------------------------------------------------------------------------
+
+
+class Room:
+    """How many tries may be under way: `total` in all. A sender never takes the last place of each other one, so that
+    an endpoint that hangs leaves the others theirs."""
+
+    def __init__(self, total: int, senders: Iterable[str]) -> None:
+        self.total = total
+        self.under_way: dict[str, int] = dict.fromkeys(senders, 0)
+
+    def free(self, sender: str) -> int:
+        """How many more tries this sender may begin."""
+        most = max(1, self.total - max(0, len(self.under_way) - 1))
+        left = self.total - sum(self.under_way.values())
+        return max(0, min(most - self.under_way.get(sender, 0), left))
+
+    def begin(self, sender: str) -> None:
+        self.under_way[sender] = self.under_way.get(sender, 0) + 1
+
+    def end(self, sender: str) -> None:
+        self.under_way[sender] = max(0, self.under_way.get(sender, 0) - 1)
+
+    def fit(self, total: int, senders: Iterable[str]) -> None:
+        """Take over a new config; what is under way stays counted."""
+        self.total = total
+        self.under_way = {name: self.under_way.get(name, 0) for name in {*senders, *(n for n, c in self.under_way.items() if c)}}
+
+
+def store_message(job_id: int, message: Message) -> None:
+    """Keep a composed message until its job is final: every try sends the same bytes."""
+    kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
+    execute("UPDATE jobs SET message = ? WHERE id = ?", json.dumps({**kept, "summary": message.summary}, ensure_ascii=True), job_id)
+
+
+def _kept_message(text: str) -> Message:
+    return Message(**json.loads(text))
+
+
+def _end_without_sending(config: Config, job_id: int, run_id: int, workflow: str | None, step: str, state: str, reason: str, now: int) -> None:
+    move(Job, job_id, "active", state, finished_at=now, reason=reason, message=None)
+    log.warning("job %s %s: %s", job_id, state, one_line(reason))
+    go_on(config, run_id, workflow, step, now)
+
+
+def _claim_job(config: Config, found: Any, name: str, now: int) -> Claim | None:
+    """waiting -> active with an attempt on record; None when there is nothing to send after all."""
+    job_id, run_id, kind, public_id, text, workflow, step = found
+    if kind == "message":
+        take_run(run_id, now)
+    move(Job, job_id, "waiting", "active", taken_at=now)
+    sender, draft = config.senders[name], None
+    if text is None:
+        draft = load_draft(config, job_id, now)
+        missing = missing_address(draft) if isinstance(draft, Draft) else draft
+        if missing is not None or isinstance(draft, str):
+            state = "failed" if isinstance(draft, str) else "skipped"
+            if isinstance(draft, Draft) and kind == "in_app":  # the feed needs no address
+                write_inbox(draft, compose_log(draft, render_content(draft)), now)
+            _end_without_sending(config, job_id, run_id, workflow, step, state, missing or "", now)
+            return None
+    attempt_id, number = row(_BEGIN_ATTEMPT, job_id, now, job_id)
+    claim = Claim(job_id, attempt_id, number, now, public_id, name, sender, draft=draft)
+    if text is not None:
+        claim.message = _kept_message(text)
+    elif draft is not None and not is_heavy(draft):
+        finish_claim(claim)
+        if claim.message is not None:
+            keep_composed(claim, now)
+    return claim
+
+
+def finish_claim(claim: Claim) -> None:
+    """Compose the message of a claim; a failure becomes the result of the try."""
+    assert claim.draft is not None
+    try:
+        claim.message = compose(claim.draft)
+    except PermanentFailure as error:
+        claim.result = SendResult(claim.job_id, claim.attempt_id, "permanent", error.message)
+
+
+def keep_composed(claim: Claim, now: int) -> None:
+    """Store what was composed, and the feed's row of an in-app step that also has a sender."""
+    assert claim.draft is not None and claim.message is not None
+    store_message(claim.job_id, claim.message)
+    if claim.draft.channel == "in_app":
+        write_inbox(claim.draft, claim.message, now)
+
+
+def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
+    """Stage: jobs (waiting) -> active, as many as each sender has room for; the tries that are now to be made."""
+    claims: list[Claim] = []
+    if not row("SELECT 1 FROM jobs WHERE state = 'waiting' AND sender IS NOT NULL LIMIT 1"):
+        return claims
+    for name in config.senders:
+        free = room.free(name)
+        if free == 0:
+            continue
+        for found in rows(
+            "SELECT j.id, j.run_id, j.type, j.public_id, j.message, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+            " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?", name, now, free
+        ):  # fmt: skip
+            claim = _claim_job(config, found, name, now)
+            if claim is not None:
+                room.begin(name)
+                claims.append(claim)
+    return claims
+
+
+def rebind_jobs(config: Config, now: int) -> None:
+    """After the config changed: jobs that have no message yet go by the sender their step now names, and those whose
+    sender is gone fail, where a person sees them."""
+    for job_id, state, name, has_message, run_id, workflow_name, step_id in rows(
+        "SELECT j.id, j.state, j.sender, j.message IS NOT NULL, r.id, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+        " WHERE j.state IN ('delayed', 'waiting') AND j.sender IS NOT NULL"
+    ):
+        workflow = config.workflows.get(workflow_name or "")
+        step = workflow.step(step_id) if workflow else None
+        wanted = getattr(step, "sender", None)
+        if wanted is not None and wanted != name and not has_message:
+            execute("UPDATE jobs SET sender = ? WHERE id = ?", wanted, job_id)
+        elif name not in config.senders:
+            if state == "delayed":
+                move(Job, job_id, "delayed", "waiting")
+            move(Job, job_id, "waiting", "active", taken_at=now)
+            _end_without_sending(config, job_id, run_id, workflow_name, step_id, "failed", f"sender {name!r} removed", now)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 11 Senders
+# ----------------------------------------------------------------------------------------------------------------------
+# A claim in, a result out. No database, no clock: the claim carries the finished message, the settings, and when the
+# try began. Whatever a sender raises is a result too.
+
+MAX_REPLY = 1024  # bytes of an answer that are kept
+
+
+def short_reply(data: bytes) -> str:
+    """The beginning of what the other side said, as one line of text."""
+    text = data[:MAX_REPLY].decode("utf-8", "replace")
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def sign_webhook(secret: str, public_id: str, timestamp_s: int, body: bytes) -> str:
+    """The Standard Webhooks signature: HMAC-SHA256 over id.timestamp.body, as v1,<base64>."""
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    signed = f"{public_id}.{timestamp_s}.".encode() + body
+    return "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+
+
+def judge_status(status: int, location: str = "") -> tuple[str, str]:
+    """What an HTTP status means for a webhook: (outcome, reason). The one place that knows."""
+    if 200 <= status < 300:
+        return "sent", ""
+    if 300 <= status < 400:
+        return "permanent", f"HTTP {status}: a redirect to {location or 'nowhere'}, which is not followed; set that URL instead"
+    if status in (408, 425, 429) or status >= 500:
+        return "temporary", f"HTTP {status}"
+    return "permanent", f"HTTP {status}"
+
+
+def parse_retry_after(text: str | None) -> tuple[int | None, int | None]:
+    """A Retry-After header as (span in ms, instant in ms); both None where there is none that can be read."""
+    if text is None:
+        return None, None
+    if text.isascii() and text.isdigit():
+        return min(int(text[:12]) * SECOND, DAY), None
+    import email.utils
+
+    try:
+        moment = email.utils.parsedate_to_datetime(text)
+        return None, (moment.replace(tzinfo=moment.tzinfo or UTC) - EPOCH) // dt.timedelta(milliseconds=1)
+    except (ValueError, TypeError, OverflowError):
+        log.warning("a Retry-After that cannot be read is ignored: %s", one_line(text[:100]))
+        return None, None
+
+
+class Senders:
+    """The transports, with the connections they keep. Use from one loop; `close` when done."""
+
+    def __init__(self) -> None:
+        self.session: Any = None
+
+    async def send(self, claim: Claim) -> SendResult:
+        """Make one try. Never raises: what goes wrong is the result, and a bug is a temporary failure."""
+        assert claim.message is not None
+        try:
+            async with asyncio.timeout(claim.sender.timeout / SECOND):
+                if isinstance(claim.sender, WebhookSettings):
+                    return await self._send_webhook(claim, claim.message)
+                if isinstance(claim.sender, SmtpSettings):
+                    return await send_mail(claim, claim.message)
+                return send_to_log(claim, claim.message)
+        except TimeoutError:
+            return result_of(claim, "temporary", f"no answer within {duration_text(claim.sender.timeout)}")
+        except Exception as error:
+            log.exception("a bug met the try %s of job %s", claim.number, claim.job_id)
+            return result_of(claim, "temporary", f"a bug in digestd: {type(error).__name__}: {error}")
+
+    async def _send_webhook(self, claim: Claim, message: Message) -> SendResult:
+        import aiohttp
+
+        settings, body = claim.sender, message.body.encode()
+        timestamp_s = claim.started_at // SECOND
+        headers = {
+            "Content-Type": message.content_type,
+            "User-Agent": f"digestd/{__version__}",
+            "webhook-id": claim.public_id,
+            "webhook-timestamp": str(timestamp_s),
+        }
+        if settings.secret is not None:
+            headers["webhook-signature"] = sign_webhook(settings.secret.get_secret_value(), claim.public_id, timestamp_s, body)
+        if self.session is None:
+            connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
+            self.session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar())
+        try:
+            async with self.session.post(settings.url, data=body, headers=headers, allow_redirects=False) as reply:
+                said = short_reply(await reply.content.read(MAX_REPLY))
+                outcome, reason = judge_status(reply.status, _shown_url(reply.headers.get("Location", "")))
+                span, instant = parse_retry_after(reply.headers.get("Retry-After")) if outcome == "temporary" else (None, None)
+                said = f"{reason}: {said}" if reason and said else reason or said
+                return result_of(claim, outcome, said or None, reply.status, span, instant)
+        except aiohttp.ClientError as error:
+            return result_of(claim, "temporary", _connection_words(error))
+
+    async def close(self) -> None:
+        """Close the connections that are kept."""
+        if self.session is not None:
+            await self.session.close()
+            self.session = None
+
+
+def result_of(
+    claim: Claim, outcome: str, reason: str | None = None, status_code: int | None = None,
+    retry_after_ms: int | None = None, retry_at: int | None = None,
+) -> SendResult:  # fmt: skip
+    return SendResult(claim.job_id, claim.attempt_id, outcome, reason, status_code, retry_after_ms, retry_at)
+
+
+def _shown_url(url: str) -> str:
+    """A URL without what may be secret in it: scheme, host and port."""
+    match = re.match(r"(https?://)(?:[^/@]*@)?([^/?#]*)", url)
+    return f"{match[1]}{match[2]}/…" if match else url[:1] and "a path on the same host"
+
+
+def _connection_words(error: BaseException) -> str:
+    """What went wrong on the way, without the URL: its path may be the secret."""
+    import ssl
+
+    import aiohttp
+
+    if isinstance(error, (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError)):
+        return f"TLS failed: {one_line(str(error.__cause__ or error.args[-1]))}"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"the host name cannot be resolved: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS failed: {cause.reason or cause}"
+        return f"cannot connect: {os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__}"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the server closed the connection without an answer; the message may have arrived"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return type(error).__name__
+
+
+def _tls_context(settings: SmtpSettings) -> ssl.SSLContext:
+    import ssl
+
+    context = ssl.create_default_context(cafile=settings.ca_file)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+async def send_mail(claim: Claim, message: Message) -> SendResult:
+    """One mail over one connection: TLS as set, login, MAIL, RCPT, DATA. An error at QUIT changes nothing."""
+    import aiosmtplib
+
+    settings: SmtpSettings = claim.sender
+    _, sender = _split_from(settings.sender)
+    client = aiosmtplib.SMTP(
+        hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND, start_tls=settings.tls == "starttls",
+        use_tls=settings.tls == "implicit", local_hostname=settings.hello or sender.rpartition("@")[2],
+        tls_context=None if settings.tls == "none" else _tls_context(settings),
+    )  # fmt: skip
+    try:
+        await client.connect()
+        if settings.username is not None and settings.password is not None:
+            await client.login(settings.username, settings.password.get_secret_value())
+        to = message.to or ""
+        options = []
+        if not (to + sender).isascii():
+            if not client.supports_extension("smtputf8"):
+                return result_of(claim, "permanent", f"{to} needs SMTPUTF8, which the mail server does not offer")
+            options = ["SMTPUTF8"]
+        _, said = await client.sendmail(sender, [to], message.body.encode("utf-8", "surrogateescape"), mail_options=options)
+        return result_of(claim, "sent", short_reply(said.encode()), 250)
+    except Exception as error:
+        return _judge_mail_error(claim, error)
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(client.quit(), 2)
+        client.close()
+
+
+def _split_from(text: str) -> tuple[str, str]:
+    import email.utils
+
+    return email.utils.parseaddr(text)
+
+
+def _judge_mail_error(claim: Claim, error: Exception) -> SendResult:
+    """What an SMTP error means: 5xx is final, apart from a refused login, which a person mends; the rest is tried again."""
+    import ssl
+
+    import aiosmtplib
+
+    if isinstance(error, aiosmtplib.SMTPRecipientsRefused):
+        error = error.recipients[0]
+    if isinstance(error, aiosmtplib.SMTPResponseException):
+        said = f"{error.code} {short_reply(str(error.message).encode())}"
+        if isinstance(error, aiosmtplib.SMTPAuthenticationError):
+            return result_of(claim, "temporary", f"the login was refused: {said}", error.code)
+        return result_of(claim, "permanent" if error.code >= 500 else "temporary", said, error.code)
+    if isinstance(error, aiosmtplib.SMTPNotSupported):
+        return result_of(claim, "temporary", f"the server does not offer it: {one_line(str(error))}")
+    if isinstance(error, (aiosmtplib.SMTPServerDisconnected, aiosmtplib.SMTPReadTimeoutError)):
+        return result_of(claim, "temporary", f"the connection broke: {one_line(str(error))}; the mail may arrive twice")
+    if isinstance(error, (aiosmtplib.SMTPException, ssl.SSLError, OSError)):
+        return result_of(claim, "temporary", one_line(str(error)) or type(error).__name__)
+    raise error
+
+
+def send_to_log(claim: Claim, message: Message) -> SendResult:
+    """Print a message: a line for what it is, and the body behind bars, so that no text can forge a line of the log."""
+    lines = [f"message {claim.public_id} by {claim.sender_name} to {message.to or '-'}: {message.subject}"]
+    lines += [f"  | {one_line(line)}" for line in message.body.splitlines()]
+    log.info("%s", "\n".join(lines))
+    return result_of(claim, "sent")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 12 Outcomes
+# ----------------------------------------------------------------------------------------------------------------------
+# Writes down what came of a try and decides what follows: done, another try, or giving up. Owns the moves of jobs out
+# of active and the end of attempts.
+
+_FINISH_ATTEMPT = (
+    "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ? WHERE id = ? AND outcome IS NULL"
+)
+
+
+def next_try_at(sender: SenderSettings, tries: int, now: int, result: SendResult) -> int | None:
+    """When a message is tried again after `tries` of them; None when the plan is at its end.
+
+    The plan's wait with up to a fifth more, so that what failed together does not come back together, computed from
+    the job so that it is the same each time; never before the Retry-After, which is honoured up to a day.
+    """
+    if tries > len(sender.retry):
+        return None
+    wait_ms = sender.retry[tries - 1]
+    spread = int.from_bytes(hashlib.sha256(f"{result.job_id} {tries}".encode()).digest()[:4]) / (1 << 32)
+    due_at = now + wait_ms + int(wait_ms * sender.jitter * spread)
+    if result.retry_after_ms is not None:
+        due_at = max(due_at, now + result.retry_after_ms)
+    if result.retry_at is not None:
+        due_at = max(due_at, min(result.retry_at, now + DAY))
+    return due_at
+
+
+def record_outcome(config: Config, result: SendResult, now: int) -> None:
+    """active -> completed, failed, or delayed for another try. The run goes on after the first try, whatever came of
+    it; where the step says stop_on_failure, after the last."""
+    execute(_FINISH_ATTEMPT, now, result.outcome, result.status_code, result.reason, result.took_ms, result.attempt_id)
+    found = row(
+        "SELECT j.run_id, j.tries, j.step, j.sender, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id"
+        " WHERE j.id = ? AND j.state = 'active'", result.job_id
+    )  # fmt: skip
+    if not found:
+        log.warning("the result of job %s comes too late: it is no longer active", result.job_id)
+        return
+    run_id, tries, step_id, sender_name, workflow_name = found
+    workflow = config.workflows.get(workflow_name) if workflow_name else None
+    stops = bool(getattr(workflow.step(step_id) if workflow else None, "stop_on_failure", False))
+    state = _move_by_outcome(config, result, sender_name, tries + 1, now)
+    if state == "failed" and stops:
+        move(Run, run_id, "active", "failed", next_at=None, finished_at=now, reason=f"step {step_id} failed")
+    elif (tries == 0 and not stops) or (stops and state == "completed"):
+        go_on(config, run_id, workflow_name, step_id, now)
+    elif state != "delayed":
+        settle_run(run_id, now)
+
+
+def _move_by_outcome(config: Config, result: SendResult, sender_name: str, tries: int, now: int) -> str:
+    """The move of the job alone; its new state."""
+    job_id = result.job_id
+    if result.outcome == "sent":
+        move(Job, job_id, "active", "completed", tries=tries, finished_at=now, message=None)
+        return "completed"
+    if result.outcome == "temporary":
+        sender = config.senders.get(sender_name)
+        due_at = next_try_at(sender, tries, now, result) if sender else None
+        if due_at is not None:
+            move(Job, job_id, "active", "delayed", tries=tries, due_at=due_at)
+            log.warning("job %s is tried again at %s: %s", job_id, iso_text(due_at), one_line(result.reason or ""))
+            return "delayed"
+    reason = result.reason or "refused"
+    if result.outcome == "temporary":
+        reason = f"given up after {tries} tries: {reason}"
+    move(Job, job_id, "active", "failed", tries=tries, finished_at=now, reason=reason)
+    log.error("job %s failed: %s", job_id, one_line(reason))
+    return "failed"
+
+
+def recover_interrupted(config: Config, now: int) -> int:
+    """At start: jobs still active belong to a process that is gone (the lock says there is no other).
+
+    active -> waiting, at once and without using up the plan; after three interruptions in a row active -> failed, for
+    then the message is held to be the cause.
+    """
+    found = rows("SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'active'")
+    for job_id, run_id, step, tries, workflow in found:
+        execute(
+            "UPDATE attempts SET finished_at = ?, outcome = 'interrupted', reason = 'the process ended during the try'"
+            " WHERE job_id = ? AND outcome IS NULL", now, job_id
+        )  # fmt: skip
+        latest = rows("SELECT outcome FROM attempts WHERE job_id = ? ORDER BY number DESC LIMIT ?", job_id, MAX_INTERRUPTIONS)
+        if len(latest) == MAX_INTERRUPTIONS and all(outcome == "interrupted" for (outcome,) in latest):
+            move(Job, job_id, "active", "failed", finished_at=now, reason="the process ended three times during the try")
+            if tries == 0:
+                go_on(config, run_id, workflow, step, now)
+            else:
+                settle_run(run_id, now)
+        else:
+            move(Job, job_id, "active", "waiting", due_at=now)
+    if found:
+        log.warning("%d tries were interrupted by the end of the former process", len(found))
+    return len(found)
+
+
+def retry_job(job_id: int, now: int) -> bool:
+    """failed -> waiting, by hand: the plan begins anew, the message and its id stay. False when it had not failed."""
+    found = row("SELECT run_id FROM jobs WHERE id = ?", job_id)
+    if not found or not move(Job, job_id, "failed", "waiting", due_at=now, tries=0, finished_at=None, reason=None):
+        return False
+    state = row("SELECT state FROM runs WHERE id = ?", found[0])[0]
+    if state == "failed":
+        move(Run, found[0], "failed", "active", finished_at=None, reason=None)
+    return True
+
+
+# ======================================================================================================================
+# III. THE ENGINE
+# ======================================================================================================================
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 13 Tick
+# ----------------------------------------------------------------------------------------------------------------------
+# The stages in the order of an event's life, once, with one `now`. Runs inside the caller's transaction, so that what
+# arrived and what follows from it is one commit.
+
+MAX_ROUNDS = 4  # an event goes through place, close, begin and claim in one; a chain of instant steps takes more
+UNFINISHED = "('delayed', 'waiting', 'active')"
+
+
+def tick(config: Config, now: int, room: Room) -> TickReport:
+    """Move everything that is due by one bounded batch per stage, and claim what may be sent."""
+    total, more = 0, False
+    for _ in range(MAX_ROUNDS):
+        counts = (
+            place_events(config, now),
+            close_windows(config, now),
+            begin_steps(config, now),
+            promote_jobs(now),
+            finish_plain_jobs(config, now),
+        )
+        total += sum(counts)
+        more = max(counts) >= BATCH
+        if more or not any(counts):
+            break
+    else:
+        more = True
+    claims = claim_jobs(config, now, room)
+    return TickReport(total + len(claims), claims, more)
+
+
+def next_wake_at() -> int | None:
+    """The next instant at which something is due, in ms; None when nothing is planned. Reads the heads of indexes."""
+    found = row(
+        "SELECT (SELECT min(due_at) FROM digests WHERE state IN ('open', 'held')),"
+        " (SELECT min(due_at) FROM jobs WHERE state = 'delayed'),"
+        " (SELECT min(next_at) FROM runs WHERE next_at IS NOT NULL)"
+    )
+    return min((at for at in found if at is not None), default=None)
+
+
+def adopt_config(config: Config, now: int) -> None:
+    """What follows in the database from a config that was just read. Inside the caller's transaction."""
+    sync_repeatables(config, now)
+    rebind_jobs(config, now)
+
+
+def _digest_tree(run_id: int) -> tuple[list[int], list[int], list[int]]:
+    """The runs, windows and events that belong to a run, through every window that was joined on the way to it."""
+    runs, digests, events, pending = [], [], [], [run_id]
+    while pending:
+        one = pending.pop()
+        runs.append(one)
+        event_id, digest_id = row("SELECT event_id, digest_id FROM runs WHERE id = ?", one)
+        if event_id is not None:
+            events.append(event_id)
+        if digest_id is not None:
+            digests.append(digest_id)
+            events += [found[0] for found in rows("SELECT id FROM events WHERE digest_id = ?", digest_id)]
+            pending += [found[0] for found in rows("SELECT run_id FROM digest_runs WHERE digest_id = ?", digest_id)]
+    return runs, digests, events
+
+
+def _delete(table: str, column: str, ids: Sequence[int]) -> None:
+    execute(f"DELETE FROM {table} WHERE {column} IN (SELECT value FROM json_each(?))", json.dumps(list(ids)))
+
+
+def purge(before: int, limit: int = 50) -> int:
+    """Delete runs that ended before an instant, each whole, with its events, windows, jobs and attempts; how many.
+
+    What failed and needs a person stays, and so does whatever else is unfinished. Inside the caller's transaction.
+    """
+    old = rows(
+        "SELECT id FROM runs r WHERE state IN ('completed', 'cancelled') AND finished_at < ? AND NOT EXISTS"
+        f" (SELECT 1 FROM jobs j WHERE j.run_id = r.id AND (j.state = 'failed' OR j.state IN {UNFINISHED} OR j.finished_at >= ?))"
+        " ORDER BY finished_at LIMIT ?", before, before, limit
+    )  # fmt: skip
+    for (run_id,) in old:
+        runs, digests, events = _digest_tree(run_id)
+        jobs = [found[0] for found in rows("SELECT id FROM jobs WHERE run_id IN (SELECT value FROM json_each(?))", json.dumps(runs))]
+        _delete("attempts", "job_id", jobs)
+        _delete("inbox_messages", "job_id", jobs)
+        _delete("jobs", "id", jobs)
+        _delete("digest_runs", "run_id", runs)
+        _delete("runs", "id", runs)
+        _delete("events", "id", events)
+        _delete("digests", "id", digests)
+    return len(old) + _purge_discarded(before, limit)
+
+
+def _purge_discarded(before: int, limit: int) -> int:
+    """Windows that were emptied, and events that were cancelled, go the same way."""
+    digests = [found[0] for found in rows("SELECT id FROM digests WHERE state = 'discarded' AND closed_at < ? LIMIT ?", before, limit)]
+    if digests:
+        execute(
+            "DELETE FROM events WHERE state = 'cancelled' AND digest_id IN (SELECT value FROM json_each(?))", json.dumps(digests)
+        )
+        _delete("digests", "id", digests)
+    return len(digests)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 14 Daemon
+# ----------------------------------------------------------------------------------------------------------------------
+# One asyncio loop in one thread. All that happens arrives on one inbox; a turn drains it in one transaction, ticks,
+# answers after the commit, launches tries, and sleeps until the next due time or the next message. Never an await
+# inside a transaction: peewee's transaction belongs to the thread, and another task's write would join it.
+
+LOOK_S = 1.0  # how often rows that other programs inserted are looked for
+MIN_SLEEP_S = 0.005  # ticks that due times alone cause are this far apart
+MAX_MESSAGES = 500  # taken from the inbox in one turn
+PURGE_ROUNDS = 20
+
+
+class Service(Protocol):
+    """Something that runs beside the loop and speaks to it through the inbox, such as the API."""
+
+    async def start(self, daemon: Daemon) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def notify_systemd(text: str) -> None:
+    """Tell systemd a state, such as READY=1; nothing where there is no systemd. A socket that is gone is no trouble."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path[:1] in ("/", "@"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+            line.sendto(text.encode(), "\0" + path[1:] if path[0] == "@" else path)
+
+
+class ConfigWatch:
+    """A thread that says "look again" when the config, a secret file, or a folder on the way to one changes.
+
+    It watches folders, not files: an editor that renames would end the watch of a file. A yield is only a hint; who
+    gets it compares hashes.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self.look = look
+        self.files: tuple[pathlib.Path, ...] = ()
+        self.stop_event = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="config-watch", daemon=True)
+
+    def follow(self, files: Iterable[pathlib.Path]) -> None:
+        """Watch these files from now on."""
+        self.files = tuple(files)
+        if not self.thread.is_alive():
+            self.thread.start()
+
+    def stop(self) -> None:
+        self.stop_event.set()
+
+    def _folders(self) -> set[pathlib.Path]:
+        folders: set[pathlib.Path] = set()
+        for path in self.files:
+            step = path.absolute()
+            for _ in range(8):  # every link on the way, for a swapped one says nothing about the folders before it
+                folders.add(step.parent)
+                if not step.is_symlink():
+                    break
+                step = step.parent / os.readlink(step)
+            folders.add(path.resolve().parent)
+        links = {parent.parent for folder in folders for parent in (folder, *folder.parents) if parent.is_symlink()}
+        return {folder for folder in folders | links if folder.is_dir()}
+
+    def _run(self) -> None:
+        from watchfiles import watch
+
+        while not self.stop_event.is_set():
+            try:
+                folders = self._folders()
+                for _ in watch(
+                    *folders, watch_filter=None, recursive=False, step=1000, debounce=2000, rust_timeout=5000,
+                    yield_on_timeout=True, raise_interrupt=False, stop_event=self.stop_event,
+                ):  # fmt: skip
+                    self.look()
+                    if self._folders() != folders:
+                        break
+            except Exception as error:  # a folder went away: look for it again
+                log.debug("the config's folder cannot be watched: %s", error)
+                self.look()
+                self.stop_event.wait(1)
+
+
+class Daemon:
+    """The loop, and what it holds in memory: the config, the inbox, the tries under way."""
+
+    def __init__(self, config: Config, clock: Clock, services: Sequence[Service] = ()) -> None:
+        self.config = config
+        self.clock = clock
+        self.services = services
+        self.inbox: collections.deque[Any] = collections.deque()
+        self.senders = Senders()
+        self.room = Room(config.daemon.concurrency, config.senders)
+        self.flights: set[asyncio.Task[None]] = set()
+        self.loaded = files_digest(config.files)
+        self.refused = ""
+        self.stopping = False
+        self.more = True  # a first tick at start: much may be due
+        self.trouble_since: float | None = None
+        self.trouble_logged = float("-inf")
+        self.pinged = float("-inf")
+        self.chores = self._chores()
+        self.reading: asyncio.Task[None] | None = None
+        self.watch: ConfigWatch | None = None
+
+    # -- messages in ---------------------------------------------------------------------------------------------------
+
+    def put(self, message: Any) -> None:
+        """Put a message on the inbox and wake the loop. From the loop's thread."""
+        self.inbox.append(message)
+        self.wakeup.set()
+
+    async def ask(self, make: Callable[[asyncio.Future[Any]], Any]) -> Any:
+        """Put a message that wants an answer, and wait for it; it comes after the commit."""
+        reply = asyncio.get_running_loop().create_future()
+        self.put(make(reply))
+        return await reply
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until a signal asks to stop; then drain and return."""
+        self.loop = asyncio.get_running_loop()
+        self.wakeup = asyncio.Event()
+        for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+            self.loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
+        for service in self.services:
+            await service.start(self)
+        self.watch = ConfigWatch(lambda: self.loop.call_soon_threadsafe(self._look_at_config))
+        self.watch.follow(self.config.files)
+        notify_systemd(f"READY=1\nSTATUS={self._status()}")
+        log.info("digestd %s serves %s", __version__, self.config.source)
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: the collector need not walk it again
+        try:
+            while not self.stopping:
+                await self._pass()
+            await self._drain()
+        finally:
+            self.watch.stop()
+            await self.senders.close()
+
+    async def _pass(self) -> None:
+        """One turn of the loop, and the sleep before it."""
+        await self._sleep()
+        if self._has_work():
+            await self._turn()
+        self.chores.run_pending()
+        self._ping_watchdog()
+
+    async def _sleep(self) -> None:
+        if self.inbox or self.more:
+            await asyncio.sleep(0)
+        else:
+            handle = self.loop.call_later(self._sleep_s(), self.wakeup.set)
+            await self.wakeup.wait()
+            handle.cancel()
+        self.wakeup.clear()
+
+    def _sleep_s(self) -> float:
+        try:
+            wake_at = next_wake_at()
+        except peewee.DatabaseError:
+            return LOOK_S
+        if wake_at is None:
+            return LOOK_S
+        return min(LOOK_S, max(MIN_SLEEP_S, (wake_at - self.clock.now()) / SECOND))
+
+    def _has_work(self) -> bool:
+        """Whether a turn has anything to do: a message, something due, or another process's commit."""
+        if self.inbox or self.more:
+            return True
+        try:
+            wake_at = next_wake_at()
+            return (wake_at is not None and wake_at <= self.clock.now()) or row("PRAGMA data_version")[0] != database.seen_version
+        except peewee.DatabaseError:
+            return True
+
+    async def _turn(self) -> None:
+        """Drain the inbox and tick in one transaction, then answer and launch."""
+        messages = self._take()
+        under_way = dict(self.room.under_way)
+        now = self.clock.now()
+        try:
+            answers, report = self._commit(messages, now)
+        except (peewee.OperationalError, peewee.DatabaseError) as error:
+            self.inbox.extendleft(reversed(messages))
+            self.room.under_way = under_way
+            await self._endure(error)
+            return
+        self._relieved()
+        self.more = report.more
+        for reply, answer in answers:
+            if not reply.done():
+                reply.set_result(answer)
+        for message in messages:
+            if isinstance(message, Sent):
+                self.room.end(message.sender_name)
+                self.more = True  # its place is free for the next one
+        for claim in report.claims:
+            self._launch(claim)
+
+    def _take(self) -> list[Any]:
+        """Messages for one turn, without those whose caller has gone: a 503 was answered, so they must not count."""
+        taken: list[Any] = []
+        while self.inbox and len(taken) < MAX_MESSAGES:
+            message = self.inbox.popleft()
+            reply = getattr(message, "reply", None)
+            if reply is None or not reply.done():
+                taken.append(message)
+        return taken
+
+    def _commit(self, messages: Sequence[Any], now: int) -> tuple[list[tuple[Any, Any]], TickReport]:
+        answers = []
+        with transaction():
+            for message in messages:
+                answer = self._handle(message, now)
+                if getattr(message, "reply", None) is not None:
+                    answers.append((message.reply, answer))
+            report = TickReport(0, [], False) if self.stopping else tick(self.config, now, self.room)
+        return answers, report
+
+    def _handle(self, message: Any, now: int) -> Any:
+        """One message, kept or undone as a whole; one that fails answers only itself."""
+        try:
+            with savepoint():
+                if isinstance(message, TriggerCall):
+                    return [self._trigger(trigger, now) for trigger in message.triggers]
+                if isinstance(message, Sent):
+                    return record_outcome(self.config, message.result, now)
+                if isinstance(message, CancelCall):
+                    return cancel_transaction(message.transaction_id, now)
+                if isinstance(message, Composed):
+                    return keep_composed(message.claim, now)
+                raise IllegalMove(f"nothing handles {message!r}")
+        except (peewee.OperationalError, sqlite3.OperationalError):
+            raise
+        except Exception as error:
+            log.exception("a message cannot be handled: %s", type(message).__name__)
+            return error
+
+    def _trigger(self, trigger: Trigger | TriggerAnswer, now: int) -> TriggerAnswer:
+        if isinstance(trigger, TriggerAnswer):
+            return trigger
+        answer, events = record_trigger(trigger, now)
+        for event in events:
+            place_or_fail(self.config, event, now)
+        return answer
+
+    async def _endure(self, error: Exception) -> None:
+        """The database cannot be written: keep everything, say so once a minute, try again soon."""
+        moment = self.clock.monotonic()
+        if self.trouble_since is None:
+            self.trouble_since = moment
+        if moment - self.trouble_logged >= 60:
+            self.trouble_logged = moment
+            log.error("the database cannot be written, and everything waits: %s", one_line(str(error)))
+            notify_systemd(f"STATUS=the database cannot be written: {one_line(str(error))}")
+        self.more = True
+        await asyncio.sleep(min(1.0, max(0.05, (moment - self.trouble_since) / 4)))
+
+    def _relieved(self) -> None:
+        if self.trouble_since is not None:
+            log.warning("the database can be written again, after %.1f s", self.clock.monotonic() - self.trouble_since)
+            self.trouble_since, self.trouble_logged = None, float("-inf")
+            notify_systemd(f"STATUS={self._status()}")
+
+    # -- tries under way -----------------------------------------------------------------------------------------------
+
+    def _launch(self, claim: Claim) -> None:
+        task = self.loop.create_task(self._make_try(claim))
+        self.flights.add(task)
+        task.add_done_callback(self.flights.discard)
+
+    async def _make_try(self, claim: Claim) -> None:
+        """Compose what was too long for the loop, keep it, send it, and put the result on the inbox."""
+        began = self.clock.monotonic()
+        if claim.message is None and claim.result is None:
+            await asyncio.to_thread(finish_claim, claim)
+            if claim.message is not None:
+                await self.ask(lambda reply: Composed(claim, reply))
+        result = claim.result or await self.senders.send(claim)
+        took_ms = int((self.clock.monotonic() - began) * SECOND)
+        self.put(Sent(dataclasses.replace(result, took_ms=took_ms), claim.sender_name))
+
+    # -- stop ----------------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, name: str) -> None:
+        if name == "SIGHUP":
+            self._reload("SIGHUP")
+        elif self.stopping:
+            log.warning("%s again: ending at once; what is under way is tried again at the next start", name)
+            os._exit(1)
+        else:
+            log.info("%s: ending; %d tries are under way", name, len(self.flights))
+            notify_systemd("STOPPING=1\nSTATUS=ending")
+            self.stopping = True
+            self.wakeup.set()
+
+    async def _drain(self) -> None:
+        """Take nothing new, let what is under way end, record it. What is not done in time is repeated after a start."""
+        closing = asyncio.gather(*(service.stop() for service in self.services))
+        deadline = self.clock.monotonic() + self.config.daemon.drain_timeout / SECOND
+        while (self.flights or self.inbox or not closing.done()) and self.clock.monotonic() < deadline:
+            if self.inbox:
+                await self._turn()
+            await asyncio.wait({closing, *self.flights}, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        if self.flights:
+            log.warning("%d tries did not end in time; they are repeated after the next start", len(self.flights))
+            for task in self.flights:
+                task.cancel()
+            await asyncio.gather(*self.flights, return_exceptions=True)
+        closing.cancel()
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await closing
+
+    # -- reload --------------------------------------------------------------------------------------------------------
+
+    def _look_at_config(self) -> None:
+        """The watcher or a chore says look again: read only if the contents differ from what is loaded or refused."""
+        if not self.stopping and files_digest(self.config.files) not in (self.loaded, self.refused):
+            self._reload("a change of the file")
+
+    def _reload(self, why: str) -> None:
+        if self.reading is None or self.reading.done():
+            self.reading = self.loop.create_task(self._read_config(why))
+
+    async def _read_config(self, why: str) -> None:
+        """Read the file in a thread, then take all of it or nothing. Twice the same content, a moment apart, so that a
+        file half-written is not taken for a whole one."""
+        monotonic_us = int(self.clock.monotonic() * 1_000_000)
+        notify_systemd(f"RELOADING=1\nMONOTONIC_USEC={monotonic_us}")
+        seen = files_digest(self.config.files)
+        for _ in range(50):
+            await asyncio.sleep(0.2)
+            again = files_digest(self.config.files)
+            if again == seen:
+                break
+            seen = again
+        try:
+            config = await asyncio.to_thread(load_config, self.config.source)
+            await self._adopt(config, why)
+        except ConfigError as error:
+            self._refuse(error, seen)
+        except DigestdError as error:
+            log.error("the config could not be taken: %s", one_line(str(error)))
+        notify_systemd(f"READY=1\nSTATUS={self._status()}")
+
+    async def _adopt(self, config: Config, why: str) -> None:
+        self._warn_of_restart(config)
+        open_work = touched_work(self.config, config)
+        now = self.clock.now()
+        for wait_s in (0.1, 0.5, 1.0, 2.0, 5.0):
+            try:
+                with transaction():
+                    adopt_config(config, now)
+                    forget_refusal()
+                break
+            except peewee.OperationalError:
+                await asyncio.sleep(wait_s)
+        else:
+            raise StoreError("the database is locked; the config will be read again")
+        self.config, self.refused = config, ""
+        self.loaded = files_digest(config.files)
+        self.room.fit(config.daemon.concurrency, config.senders)
+        set_log_level(config.daemon.log_level)
+        if self.watch is not None:
+            self.watch.follow(config.files)
+        log.info("the config was read again after %s%s", why, f"; it touches {open_work}" if open_work else "")
+        self.more = True
+        self.wakeup.set()
+
+    def _refuse(self, error: ConfigError, seen: str) -> None:
+        """Loud, and nothing changes: the log, systemd's status line, and a row that `digestd status` shows."""
+        self.refused = seen
+        log.error("the config is refused, and the one before stays in force")
+        for problem in error.problems:
+            log.error("%s", one_line(str(problem)))
+        with contextlib.suppress(peewee.DatabaseError), transaction():
+            remember("config_refused", "\n".join(map(str, error.problems)), self.clock.now())
+
+    def _warn_of_restart(self, config: Config) -> None:
+        for table, name in (("daemon", "database"), ("daemon", "durability"), ("api", "listen")):
+            if getattr(getattr(config, table), name) != getattr(getattr(self.config, table), name):
+                log.warning("%s.%s changed; that takes effect at the next start", table, name)
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    def _chores(self) -> Any:
+        import schedule
+
+        chores = schedule.Scheduler()
+        for every_s, chore in ((60, self._look_at_config), (60, self._tend_wal), (300, self._purge), (60, self._tell_status), (21_600, self._optimize)):
+            chores.every(every_s).seconds.do(self._guarded, chore)
+        return chores
+
+    def _guarded(self, chore: Callable[[], None]) -> None:
+        """A chore that fails is logged and comes again; `schedule` would let it starve every later one."""
+        try:
+            chore()
+        except Exception:
+            log.exception("the chore %s failed", chore.__name__)
+
+    def _tell_status(self) -> None:
+        notify_systemd(f"STATUS={self._status()}")
+
+    def _status(self) -> str:
+        if self.refused:
+            return "the config on disk is refused; the one before stays in force"
+        failed = row("SELECT count(*) FROM jobs WHERE state = 'failed'")[0]
+        wake_at = next_wake_at()
+        return f"{len(self.flights)} tries under way, next due {utc_text(wake_at)}, {failed} failed"
+
+    def _ping_watchdog(self) -> None:
+        """After a finished pass, so that a loop that hangs is noticed."""
+        interval_us = os.environ.get("WATCHDOG_USEC", "")
+        if interval_us.isdigit() and os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
+            if self.clock.monotonic() - self.pinged >= int(interval_us) / 2_000_000 - 0.5 * LOOK_S:
+                self.pinged = self.clock.monotonic()
+                notify_systemd("WATCHDOG=1")
+
+    def _purge(self) -> None:
+        before = self.clock.now() - self.config.daemon.retention
+        with transaction():
+            gone = purge(before)
+        if gone:
+            self.loop.call_later(0.1, self._guarded, self._purge)
+
+    def _optimize(self) -> None:
+        database.execute_sql("PRAGMA optimize")
+
+    def _tend_wal(self) -> None:
+        """When idle, move the log into the database with a connection and a thread of its own; warn when it only grows."""
+        wal = self.config.database.with_name(self.config.database.name + "-wal")
+        size = wal.stat().st_size if wal.exists() else 0
+        if size > 256 << 20:
+            log.warning("the write-ahead log has %d MiB: another program keeps an old snapshot open", size >> 20)
+        if size > 4 << 20 and not self.inbox:
+            self.loop.create_task(asyncio.to_thread(_checkpoint, str(self.config.database)))
+
+
+def _checkpoint(path: str) -> None:
+    with contextlib.closing(sqlite3.connect(path, timeout=0.05)) as connection, contextlib.suppress(sqlite3.Error):
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def forget_refusal() -> None:
+    execute("DELETE FROM meta WHERE name = 'config_refused'")
+
+
+def touched_work(old: Config, new: Config) -> str:
+    """How much open work a change of config touches, in words; '' for none."""
+    counted = []
+    for name, workflow in old.workflows.items():
+        if new.workflows.get(name) != workflow:
+            windows = row("SELECT count(*) FROM digests WHERE workflow = ? AND state IN ('open', 'held')", name)[0]
+            if windows:
+                counted.append(f"{windows} open windows of {name}" + ("" if name in new.workflows else ", which is gone"))
+    return ", ".join(counted)
+
+
+def set_log_level(name: str) -> None:
+    log.setLevel(getattr(logging, name.upper()))
+
+
+class JournalFormatter(logging.Formatter):
+    """Lines with journald's priority in front, each of them: a prefix covers only its own line."""
+
+    _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = self._PRIORITY.get(record.levelno, 6)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+def set_up_log(level: str) -> None:
+    """Log to stderr: for journald with priorities, for people with the time."""
+    handler = logging.StreamHandler()
+    if os.environ.get("JOURNAL_STREAM"):
+        handler.setFormatter(JournalFormatter("%(message)s"))
+    else:
+        formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+        formatter.converter = time.gmtime
+        handler.setFormatter(formatter)
+    log.handlers[:] = [handler]
+    log.propagate = False
+    set_log_level(level)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 15 API
+# ----------------------------------------------------------------------------------------------------------------------
+# HTTP in: Novu's contract, so that its clients work unchanged. A service of the daemon; it turns requests into messages
+# on the inbox and answers when they are committed. Holds no state but its sockets.
+
+READ_S = 10.0  # for a body to arrive
+ANSWER_S = 5.0  # for a commit; then 503, and the request does not count
+BULK = 100
+_TRIGGER = "/v1/events/trigger"
+_REASONS = {200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
+            405: "Method Not Allowed", 413: "Content Too Large", 422: "Unprocessable Content",
+            500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
+
+
+class Answer(NamedTuple):
+    """A status, a JSON body, and header lines beside the usual ones."""
+
+    status: int
+    body: Any
+    headers: str = ""
+
+    def encode(self, path: str) -> bytes:
+        body = _dumps(self.body).encode()
+        return (
+            f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n{self.headers}\r\n"
+        ).encode() + body
+
+
+@functools.cache
+def _response_class() -> type:
+    """A response that is already bytes: on the hot route, building headers one by one costs more than the commit."""
+    from aiohttp import web
+
+    class Ready(web.StreamResponse):
+        def __init__(self, data: bytes, keep_alive: bool, with_body: bool) -> None:
+            super().__init__()
+            self._data = data if with_body else data[: data.index(b"\r\n\r\n") + 4]
+            if not keep_alive:
+                self.force_close()
+
+        async def prepare(self, request: Any) -> None:
+            if self.keep_alive is None:
+                self._keep_alive = request.keep_alive
+            if request.transport is not None:
+                data = self._data if self.keep_alive else self._data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+                request.transport.write(data)
+
+        async def write_eof(self, data: bytes = b"") -> None:
+            self._eof_sent = True
+
+    return Ready
+
+
+def error_body(status: int, message: str, path: str, now: int, field: str = "general") -> dict[str, Any]:
+    """An error in the shape that the SDKs can read: for 400 a list of errors, for 422 an object of messages."""
+    body: dict[str, Any] = {"statusCode": status, "timestamp": iso_text(now), "path": path, "message": message}
+    if status == 400:
+        body |= {"type": "VALIDATION_ERROR", "errors": [{"field": field, "message": message}]}
+    elif status == 422:
+        messages = {"messages": [message], "value": None}
+        body["errors"] = {"general": messages, field: messages}
+    return body
+
+
+class Api:
+    """The HTTP service."""
+
+    def __init__(self) -> None:
+        self.runner: Any = None
+        self.sockets: list[pathlib.Path] = []
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self, daemon: Daemon) -> None:
+        """Listen on every address of the config. Raises DigestdError with the address that cannot be had."""
+        from aiohttp import web
+
+        self.daemon = daemon
+        self.keys = [key.get_secret_value().encode() for key in daemon.config.api.keys]
+        server = web.Server(self._serve, request_factory=self._request, access_log=None, keepalive_timeout=75, lingering_time=2)
+        self.runner = web.ServerRunner(server, shutdown_timeout=5)
+        await self.runner.setup()
+        for text in daemon.config.api.listen:
+            await self._listen(parse_listen(text))
+
+    async def _listen(self, listen: Listen) -> None:
+        from aiohttp import web
+
+        try:
+            if listen.kind == "systemd":
+                for handed in systemd_sockets():
+                    await web.SockSite(self.runner, handed).start()
+            elif listen.kind == "unix":
+                path = pathlib.Path(listen.host)
+                _remove_stale_socket(path)
+                await web.UnixSite(self.runner, str(path)).start()
+                path.chmod(0o660)
+                self.sockets.append(path)
+            else:
+                await web.TCPSite(self.runner, listen.host, listen.port, reuse_address=True, backlog=1024).start()
+        except OSError as error:
+            where = listen.host if listen.kind == "unix" else f"{listen.host}:{listen.port}"
+            hint = "another program uses it; ss -ltnp shows which" if error.errno == 98 else ""
+            raise DigestdError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}", hint) from None
+        log.info("the API listens on %s", "systemd's sockets" if listen.kind == "systemd" else listen.host + (f":{listen.port}" if listen.port else ""))
+
+    async def stop(self) -> None:
+        """Take no new connections; let requests under way end."""
+        if self.runner is not None:
+            await self.runner.cleanup()
+        for path in self.sockets:
+            path.unlink(missing_ok=True)
+
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
+        from aiohttp import web
+
+        return web.BaseRequest(message, payload, protocol, writer, task, self.daemon.loop, client_max_size=MAX_BODY)
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: Any) -> Any:
+        """Route, answer, and turn whatever goes wrong into an error that a client can read."""
+        path = request.raw_path.partition("?")[0]
+        keep_alive = True
+        try:
+            if not self._is_public(path) and not self._may_enter(request):
+                raise Rejected(401, "the Authorization header is missing or its ApiKey is not known")
+            answer = await self._route(request, path)
+        except Rejected as error:
+            answer = Answer(error.status, error_body(error.status, error.message, path, self.daemon.clock.now(), error.field))
+            keep_alive = error.status != 413
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self.daemon.stopping:
+                raise
+            body = error_body(503, "the database is busy; nothing was stored", path, self.daemon.clock.now())
+            answer = Answer(503, body, "Retry-After: 1\r\n")
+        except Exception:
+            log.exception("a bug met a request to %s", one_line(path))
+            answer = Answer(500, error_body(500, "a bug in digestd; its log has more", path, self.daemon.clock.now()))
+        return _response_class()(answer.encode(path), keep_alive, request.method != "HEAD")
+
+    @staticmethod
+    def _is_public(path: str) -> bool:
+        return path in ("/healthz", "/readyz")
+
+    def _may_enter(self, request: Any) -> bool:
+        """Whether the request carries a key that is configured; all may where none is. Compared in constant time."""
+        if not self.keys:
+            return True
+        scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+        given = value.strip().encode("utf-8", "surrogateescape")
+        found = [hmac.compare_digest(key, given) for key in self.keys]
+        return scheme.lower() == "apikey" and any(found)
+
+    async def _route(self, request: Any, path: str) -> Answer:
+        method = request.method
+        if path == _TRIGGER:
+            self._only(method, "POST")
+            return await self._trigger(await self._json(request))
+        if path == _TRIGGER + "/bulk":
+            self._only(method, "POST")
+            return await self._bulk(await self._json(request))
+        if path.startswith(_TRIGGER + "/") and "/" not in path[len(_TRIGGER) + 1 :]:
+            self._only(method, "DELETE")
+            return await self._cancel(request.url.path[len(_TRIGGER) + 1 :])
+        if path == "/healthz":
+            self._only(method, "GET", "HEAD")
+            return Answer(200, {"status": "ok", "version": __version__})
+        raise Rejected(404, f"there is nothing at {path}")
+
+    @staticmethod
+    def _only(method: str, *allowed: str) -> None:
+        if method not in allowed:
+            raise Rejected(405, f"{method} is not allowed here; use {' or '.join(allowed)}")
+
+    async def _json(self, request: Any) -> Any:
+        """The body as JSON: refused when too large, given up when it does not arrive."""
+        from aiohttp import web
+
+        if (request.content_length or 0) > MAX_BODY:
+            raise Rejected(413, f"the body is larger than {MAX_BODY} bytes")
+        try:
+            if request.content.is_eof():
+                data = await request.read()
+            else:
+                async with asyncio.timeout(READ_S):
+                    data = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise Rejected(413, f"the body is larger than {MAX_BODY} bytes") from None
+        except TimeoutError:
+            raise Rejected(400, f"the body did not arrive within {READ_S:.0f} s") from None
+        return parse_json(data)
+
+    async def _commit(self, make: Callable[[asyncio.Future[Any]], Any]) -> Any:
+        """Put a message on the inbox and wait for its commit; after 5 s it is withdrawn and TimeoutError raised."""
+        reply = self.daemon.loop.create_future()
+        timer = self.daemon.loop.call_later(ANSWER_S, self._give_up, reply)
+        self.daemon.put(make(reply))
+        try:
+            answer = await reply
+        finally:
+            timer.cancel()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @staticmethod
+    def _give_up(reply: asyncio.Future[Any]) -> None:
+        if not reply.done():
+            reply.set_exception(TimeoutError())
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    async def _trigger(self, body: Any) -> Answer:
+        trigger = check_trigger(self.daemon.config, body, self.daemon.clock.now())
+        [answer] = await self._commit(lambda reply: TriggerCall([trigger], reply))
+        return Answer(201, {"data": _trigger_answer(answer)})
+
+    async def _bulk(self, body: Any) -> Answer:
+        events = body.get("events") if isinstance(body, dict) else None
+        if not isinstance(events, list) or not events:
+            raise Rejected(400, f"events must be a list of 1 to {BULK} triggers", "events")
+        if len(events) > BULK:
+            raise Rejected(422, f"events must be a list of 1 to {BULK} triggers; found {len(events)}", "events")
+        triggers = [self._check_one(event) for event in events]
+        answers = await self._commit(lambda reply: TriggerCall(triggers, reply))
+        return Answer(201, {"data": [_trigger_answer(answer) for answer in answers]})
+
+    def _check_one(self, event: Any) -> Trigger | TriggerAnswer:
+        """A bad event becomes an item with an error; a malformed recipient refuses the whole call, as Novu does."""
+        try:
+            return check_trigger(self.daemon.config, event, self.daemon.clock.now())
+        except Rejected as error:
+            if error.field in ("to", "subscriberId"):
+                raise
+            given = event.get("transactionId") if isinstance(event, dict) else None
+            return TriggerAnswer("error", given if isinstance(given, str) else None, (error.message,))
+
+    async def _cancel(self, transaction_id: str) -> Answer:
+        return Answer(200, {"data": await self._commit(lambda reply: CancelCall(transaction_id, reply))})
+
+
+def _trigger_answer(answer: TriggerAnswer) -> dict[str, Any]:
+    body: dict[str, Any] = {"acknowledged": True, "status": answer.status, "transactionId": answer.transaction_id}
+    if answer.errors:
+        body["error"] = list(answer.errors)
+    return body
+
+
+def systemd_sockets() -> list[socket.socket]:
+    """The listening sockets that systemd hands over. Raises DigestdError when there are none."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        raise DigestdError('api.listen says "systemd", but systemd hands over no sockets', "start it from its socket unit")
+    found = [socket.socket(fileno=3 + number) for number in range(int(os.environ.get("LISTEN_FDS", "0")))]
+    for handed in found:
+        handed.setblocking(False)
+    return found
+
+
+def _remove_stale_socket(path: pathlib.Path) -> None:
+    """A socket file that nobody listens on is left over from a crash."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 16 Simulator
+# ----------------------------------------------------------------------------------------------------------------------
+# The real engine under a virtual clock, on a database in memory, with senders that record. It drives the tick exactly as
+# the daemon does, and tells what happened by reading the rows.
+
+
+class SimulatedReply(NamedTuple):
+    """What a sender will answer: a status, timeout, or an SMTP code."""
+
+    status: int | str
+    retry_after_ms: int | None
+
+
+class Simulation:
+    """One run over a timeline. `steps` yields what happened, in time order, as objects of the output."""
+
+    def __init__(self, config: Config) -> None:
+        senders = {name: sender.model_copy(update={"jitter": 0.0}) for name, sender in config.senders.items()}
+        self.config = config.model_copy(update={"senders": senders})
+        self.clock = VirtualClock(0)
+        self.room = Room(1_000_000, config.senders)
+        self.replies: dict[str, list[SimulatedReply]] = {}
+        self.seen: dict[str, int] = dict.fromkeys(("events", "digests", "attempts", "runs", "inbox_messages"), 0)
+        self.live_windows: dict[int, tuple[str, int]] = {}
+        self.down_until = 0
+        self.kept: dict[int, Claim] = {}  # by job: what was sent
+        self.merged: set[int] = set()  # runs, jobs and specs of which has been told
+        self.taken: set[int] = set()
+        self.ended: set[int] = set()
+        self.over: set[tuple[int, str]] = set()
+
+    def run(self, lines: Iterable[tuple[int, dict[str, Any] | str]], until: int | None) -> Iterator[dict[str, Any]]:
+        """Play the lines, each (at, what), sorted by time; then go on to `until`, or until nothing is left to come."""
+        first = True
+        for at, line in lines:
+            if first:
+                self.clock.at = at
+                yield from self._do(lambda now: adopt_config(self.config, now))
+                first = False
+            if until is not None and at > until:
+                break
+            yield from self._advance(at)
+            yield from self._play(line)
+        yield from self._finish(until)
+
+    def _finish(self, until: int | None) -> Iterator[dict[str, Any]]:
+        if until is not None:
+            yield from self._advance(until)
+            return
+        while self._is_alive() and (wake_at := self._wake_at()) is not None and wake_at < FAR_FUTURE:
+            self.clock.at = wake_at
+            yield from self._settle()
+
+    def _wake_at(self) -> int | None:
+        """The next instant at which the daemon would do something; never while it is down."""
+        wake_at = next_wake_at()
+        if row("SELECT 1 FROM events WHERE state = 'received' LIMIT 1"):
+            wake_at = self.down_until if wake_at is None else min(wake_at, self.down_until)
+        return None if wake_at is None else max(wake_at, self.down_until, self.clock.at)
+
+    def _is_alive(self) -> bool:
+        """Whether a window, hold, delay or retry is left; repeatables do not keep it going."""
+        return bool(
+            row("SELECT 1 FROM digests WHERE state IN ('open', 'held') LIMIT 1")
+            or row("SELECT 1 FROM events WHERE state = 'received' LIMIT 1")
+            or row(
+                f"SELECT 1 FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state IN {UNFINISHED}"
+                " AND (r.repeatable_id IS NULL OR j.tries > 0) LIMIT 1"
+            )
+        )
+
+    def _advance(self, at: int) -> Iterator[dict[str, Any]]:
+        """Let everything due up to an instant happen, each at its own time; then it is that instant."""
+        while (wake_at := self._wake_at()) is not None and wake_at <= at:
+            self.clock.at = wake_at
+            yield from self._settle()
+        self.clock.at = max(self.clock.at, at)
+
+    def _settle(self) -> Iterator[dict[str, Any]]:
+        """Tick at this instant until nothing moves; sends take no time."""
+        while True:
+            now = self.clock.now()
+            with transaction():
+                report = tick(self.config, now, self.room)
+            for claim in report.claims:
+                if claim.message is None and claim.result is None:
+                    finish_claim(claim)
+                result = claim.result or self._answer(claim)
+                with transaction():
+                    if claim.draft is not None and claim.message is not None:
+                        keep_composed(claim, now)
+                    self.kept[claim.job_id] = claim
+                    record_outcome(self.config, result, now)
+                self.room.end(claim.sender_name)
+            yield from self._news()
+            if not report.moved:
+                return
+
+    def _answer(self, claim: Claim) -> SendResult:
+        """What the simulated endpoint says; sent, unless a reply was ordered."""
+        waiting = self.replies.get(claim.sender_name)
+        if not waiting:
+            return result_of(claim, "sent")
+        reply = waiting.pop(0)
+        if reply.status == "timeout":
+            return result_of(claim, "temporary", "no answer within the timeout")
+        code = int(reply.status)
+        if isinstance(claim.sender, SmtpSettings):
+            outcome = "sent" if code < 400 else "temporary" if code < 500 else "permanent"
+            return result_of(claim, outcome, str(code), code, reply.retry_after_ms)
+        outcome, reason = judge_status(code)
+        return result_of(claim, outcome, reason or None, code, reply.retry_after_ms if outcome == "temporary" else None)
+
+    # -- lines of the timeline -----------------------------------------------------------------------------------------
+
+    def _do(self, act: Callable[[int], Any]) -> Iterator[dict[str, Any]]:
+        with transaction():
+            act(self.clock.now())
+        yield from self._news()
+
+    def _play(self, line: dict[str, Any] | str) -> Iterator[dict[str, Any]]:
+        """One line; what is refused is told and nothing else happens."""
+        kinds = {
+            "trigger": self._trigger, "cancel": self._cancel, "subscriber": self._subscriber, "repeatable": self._repeatable,
+            "remove_repeatable": self._remove, "down": self._down, "reply": self._reply,
+        }  # fmt: skip
+        try:
+            if isinstance(line, str):
+                raise Rejected(400, line)
+            named = [name for name in kinds if name in line]
+            if len(named) != 1:
+                raise Rejected(400, f"a line has one of {', '.join(kinds)}; found {' and '.join(named) or 'none'}")
+            with transaction():
+                kinds[named[0]](line[named[0]])
+        except (DigestdError, pydantic.ValidationError) as error:
+            reason = error.message if isinstance(error, DigestdError) else one_line(str(error))
+            yield self._told("error", reason=reason)
+        if self.clock.now() >= self.down_until:
+            yield from self._settle()
+
+    def _trigger(self, body: Any) -> None:
+        now = self.clock.now()
+        answer, events = record_trigger(check_trigger(self.config, body, now), now)
+        if now >= self.down_until:
+            for event in events:
+                place_or_fail(self.config, event, now)
+        if answer.errors:
+            raise Rejected(409, "; ".join(answer.errors))
+
+    def _cancel(self, transaction_id: Any) -> None:
+        if not cancel_transaction(check_id(transaction_id, "transactionId"), self.clock.now()):
+            raise Rejected(404, f"nothing to cancel under {transaction_id!r}")
+
+    def _subscriber(self, fields: Any) -> None:
+        if not isinstance(fields, dict):
+            raise Rejected(400, "a subscriber is an object with subscriberId")
+        subscriber_id = check_id(fields.get("subscriberId"), "subscriberId")
+        columns = check_subscriber_fields(fields)
+        if "schedule" in fields:
+            try:
+                parse_schedule(fields["schedule"])
+            except RuleError as error:
+                raise Rejected(422, error.message, "schedule") from None
+            columns["schedule"] = None if fields["schedule"] is None else json_text(fields["schedule"], "schedule")
+        upsert_subscriber(subscriber_id, columns, self.clock.now())
+
+    def _repeatable(self, fields: Any) -> None:
+        if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+            raise Rejected(400, "a repeatable is an object with name, and cron or every")
+        body = {name: value for name, value in fields.items() if name != "name"}
+        if "sender" not in body and "trigger" not in body:
+            body["sender"] = next(iter(self.config.senders), None)
+        settings = RepeatableSettings.model_validate(body)
+        if settings.sender is not None and settings.sender not in self.config.senders:
+            raise Rejected(400, f"no sender is called {settings.sender!r}")
+        upsert_repeatable(spec_of(self.config, fields["name"], settings), "command", self.clock.now())
+
+    def _remove(self, key: Any) -> None:
+        found = row("SELECT id, name, state FROM repeatables WHERE (key = ? OR name = ?) AND state <> 'retired'", key, key)
+        if not found:
+            raise Rejected(404, f"no repeatable has the key {key!r}")
+        retire_repeatable(*found, self.clock.now())
+
+    def _down(self, span: Any) -> None:
+        self.down_until = self.clock.now() + parse_duration(span)
+
+    def _reply(self, order: Any) -> None:
+        if not isinstance(order, dict) or order.get("sender") not in self.config.senders:
+            raise Rejected(400, "a reply is an object with the name of a sender, a status, and times")
+        status = order.get("status")
+        if status != "timeout" and not str(status).isdigit():
+            raise Rejected(400, f"{status!r} is no status; write 503, \"451\" or \"timeout\"")
+        retry_after = order.get("retry_after")
+        reply = SimulatedReply(status, parse_duration(retry_after) if retry_after is not None else None)
+        self.replies.setdefault(order["sender"], []).extend([reply] * int(order.get("times", 1)))
+
+    # -- telling what happened, from the rows --------------------------------------------------------------------------
+
+    def _told(self, what: str, **fields: Any) -> dict[str, Any]:
+        return {"at": iso_text(self.clock.now()), "what": what, **{name: value for name, value in fields.items() if value is not None}}
+
+    def _new_rows(self, table: str, columns: str) -> list[Any]:
+        found = rows(f"SELECT id, {columns} FROM {table} WHERE id > ? ORDER BY id", self.seen[table])
+        if found:
+            self.seen[table] = found[-1][0]
+        return found
+
+    def _news(self) -> Iterator[dict[str, Any]]:
+        """What the rows say has happened since the last look."""
+        yield from self._event_news()
+        yield from self._window_news()
+        yield from self._job_news()
+        yield from self._spec_news()
+
+    def _event_news(self) -> Iterator[dict[str, Any]]:
+        opened = {found[0] for found in self._new_rows("digests", "state")}
+        for window_id in opened:
+            self.live_windows[window_id] = ("open", 0)
+        for digest_id, joined_events in self._arrivals().items():
+            workflow, step, subscriber_id, key, closes_at = row(
+                "SELECT workflow, step, subscriber_id, key, closes_at FROM digests WHERE id = ?", digest_id
+            )
+            for number, transaction_ids in enumerate(joined_events):
+                what = "opened" if digest_id in opened and number == 0 else "joined"
+                yield self._told(
+                    what, workflow=workflow, step=step, subscriberId=subscriber_id, key=_key_value(key),
+                    transactionIds=transaction_ids, closesAt=iso_text(closes_at),
+                )  # fmt: skip
+        for workflow, subscriber_id, transaction_id, reason in rows(
+            "SELECT workflow, subscriber_id, transaction_id, reason FROM events WHERE state = 'failed' AND finished_at = ? AND id > ?",
+            self.clock.now(), self.seen.get("failed_events", 0),
+        ):
+            yield self._told("failed", workflow=workflow, subscriberId=subscriber_id, transactionIds=[transaction_id], reason=reason)
+        self.seen["failed_events"] = (row("SELECT max(id) FROM events WHERE state = 'failed'") or (0,))[0] or 0
+
+    def _arrivals(self) -> dict[int, list[list[str]]]:
+        """By window, the arrivals since the last look: each the transaction ids that came in together."""
+        found: dict[int, list[list[str]]] = {}
+        placed = rows(
+            "SELECT id, digest_id, transaction_id FROM events WHERE id > ? AND state <> 'received' AND digest_id IS NOT NULL ORDER BY id",
+            self.seen["events"],
+        )
+        for event_id, digest_id, transaction_id in placed:
+            found.setdefault(digest_id, []).append([transaction_id])
+            self.seen["events"] = event_id
+        merged = rows("SELECT run_id, digest_id FROM digest_runs WHERE joined_at = ? ORDER BY run_id", self.clock.now())
+        for run_id, digest_id in merged:
+            if run_id not in self.merged:
+                self.merged.add(run_id)
+                events = load_events(*row("SELECT event_id, digest_id FROM runs WHERE id = ?", run_id))
+                found.setdefault(digest_id, []).append([event.transaction_id or "" for event in events])
+        return found
+
+    def _window_news(self) -> Iterator[dict[str, Any]]:
+        for window_id, (old_state, old_waits) in list(self.live_windows.items()):
+            state, waits, due_at, workflow, step, subscriber_id, key, reason = row(
+                "SELECT state, waits, due_at, workflow, step, subscriber_id, key, reason FROM digests WHERE id = ?", window_id
+            )
+            if (state, waits) == (old_state, old_waits):
+                continue
+            events = load_events(None, window_id)
+            fields = {
+                "workflow": workflow, "step": step, "subscriberId": subscriber_id, "key": _key_value(key),
+                "transactionIds": [event.transaction_id for event in events], "eventCount": len(events), "reason": reason,
+            }  # fmt: skip
+            if state == "held":
+                fields |= {"until": iso_text(due_at), "waits": waits}
+                self.live_windows[window_id] = (state, waits)
+            else:
+                del self.live_windows[window_id]
+            yield self._told(state, **fields)
+
+    def _job_news(self) -> Iterator[dict[str, Any]]:
+        for run_id, spec, slot_at, seq, key in rows(
+            "SELECT r.id, s.name, r.slot_at, r.seq, s.key FROM runs r JOIN repeatables s ON s.id = r.repeatable_id"
+            " WHERE r.taken_at = ? ORDER BY r.id", self.clock.now()
+        ):  # fmt: skip
+            if run_id not in self.taken:
+                self.taken.add(run_id)
+                yield self._told("run", repeatable=spec, key=key, slot=iso_text(slot_at), count=seq)
+        for _, job_id, number, outcome, reason in self._new_rows("attempts", "job_id, number, outcome, reason"):
+            what = {"sent": "sent", "permanent": "failed"}.get(outcome or "", "retrying")
+            due_at, state, job_reason = row("SELECT due_at, state, reason FROM jobs WHERE id = ?", job_id)
+            if what == "retrying" and state == "failed":
+                what, reason = "failed", job_reason
+            until = iso_text(due_at) if what == "retrying" else None
+            yield self._told(what, **self._job_fields(job_id), attempt=number, reason=reason if what != "sent" else None, until=until)
+        for job_id, state, reason in rows(
+            "SELECT j.id, j.state, j.reason FROM jobs j WHERE j.finished_at = ? AND j.state IN ('skipped', 'failed')"
+            " AND NOT EXISTS (SELECT 1 FROM attempts a WHERE a.job_id = j.id) ORDER BY j.id", self.clock.now()
+        ):  # fmt: skip
+            if job_id not in self.ended:
+                self.ended.add(job_id)
+                yield self._told(state, **self._job_fields(job_id), reason=reason)
+        for _, job_id in self._new_rows("inbox_messages", "job_id"):
+            fields = self._job_fields(job_id) | {"channel": "in_app", "sender": None}
+            subject, body = row("SELECT subject, body FROM inbox_messages WHERE job_id = ?", job_id)
+            yield self._told("sent", **fields | {"message": {"subject": subject, "text": body}})
+
+    def _job_fields(self, job_id: int) -> dict[str, Any]:
+        step, kind, sender, workflow, subscriber_id, event_id, digest_id, spec_id, slot_at = row(
+            "SELECT j.step, j.type, j.sender, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id, r.slot_at"
+            " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
+        )  # fmt: skip
+        claim = self.kept.get(job_id)
+        message = claim.message.summary if claim is not None and claim.message is not None else None
+        if spec_id is not None:
+            return {"repeatable": step, "sender": sender, "slot": iso_text(slot_at), "message": message}
+        events = load_events(event_id, digest_id)
+        key = row("SELECT key FROM digests WHERE id = ?", digest_id)[0] if digest_id is not None else ""
+        return {
+            "workflow": workflow, "step": step, "channel": kind if kind in CHANNELS else None, "sender": sender,
+            "subscriberId": subscriber_id, "key": _key_value(key), "transactionIds": [event.transaction_id for event in events],
+            "eventCount": len(events), "message": message,
+        }  # fmt: skip
+
+    def _spec_news(self) -> Iterator[dict[str, Any]]:
+        for spec_id, name, state, reason in rows(
+            "SELECT id, name, state, reason FROM repeatables WHERE state IN ('finished', 'broken') AND coalesce(finished_at, updated_at) = ?",
+            self.clock.now(),
+        ):
+            if (spec_id, state) not in self.over:
+                self.over.add((spec_id, state))
+                yield self._told("finished" if state == "finished" else "failed", repeatable=name, reason=reason)
+
+
+def _key_value(key: str) -> Any:
+    return json.loads(key) if key else None
+
+
+def read_timeline(text: str) -> list[tuple[int, dict[str, Any] | str]]:
+    """The lines of a timeline in time order, equal times in file order. A line that cannot be read keeps its place as
+    the text of what is wrong; one without a time goes with the line before it."""
+    lines: list[tuple[int, dict[str, Any] | str]] = []
+    at = -1
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            found = parse_json(line)
+            if not isinstance(found, dict) or "at" not in found:
+                raise Rejected(400, "a line is an object with at and what happens then")
+            at = parse_instant(found["at"])
+            lines.append((at, found))
+        except DigestdError as error:
+            lines.append((at, f"line {number}: {error.message}"))
+    start = next((moment for moment, _ in lines if moment >= 0), 0)
+    return sorted(((moment if moment >= 0 else start, line) for moment, line in lines), key=lambda item: item[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 17 Commands
+# ----------------------------------------------------------------------------------------------------------------------
+# The command line. Every command works on the database file by the functions above, whether the daemon runs or not.
+# Exit codes: 0 fine, 1 failed, 2 usage, 78 bad config.
+
+CONFIG_PLACES = ("config.toml", "/etc/digestd/config.toml")
+CLI_BUSY_MS = 5000
+
+
+def find_config(given: str | None) -> pathlib.Path:
+    """The config file: --config, else $DIGESTD_CONFIG, else ./config.toml, else /etc/digestd/config.toml."""
+    if given or os.environ.get("DIGESTD_CONFIG"):
+        return pathlib.Path(given or os.environ["DIGESTD_CONFIG"])
+    for place in CONFIG_PLACES:
+        if pathlib.Path(place).exists():
+            return pathlib.Path(place)
+    raise ConfigError([Problem(CONFIG_PLACES[0], 0, "", "is not there; name a config with --config, or copy config.example.toml")])
+
+
+def config_of(arguments: argparse.Namespace, secrets: bool = False, templates: bool = False) -> Config:
+    return load_config(find_config(arguments.config), secrets, templates)
+
+
+@contextlib.contextmanager
+def store_of(config: Config, must_exist: bool = True) -> Iterator[int]:
+    """The config's database, open; yields the time. A file that is missing or of an older schema is brought up to date
+    under the instance lock, so never below a running daemon."""
+    now = SystemClock().now()
+    path = config.database
+    if must_exist and not path.exists():
+        raise StoreError(f"{path} is not there", "start the daemon once, or name the right config")
+    lock = None
+    if lock_holder(path) is None:
+        with contextlib.suppress(StoreError):  # a daemon that starts at this moment does it instead
+            lock = InstanceLock(path)
+    try:
+        open_store(str(path), now, config.daemon.durability, CLI_BUSY_MS, may_migrate=lock is not None)
+    finally:
+        if lock is not None:
+            lock.release()
+    try:
+        yield now
+    finally:
+        close_store()
+
+
+def show_table(arguments: argparse.Namespace, sql: str, *values: Any) -> int:
+    """The rows of a query, as columns for people or as JSON."""
+    cursor = database.execute_sql(sql, values)
+    names, found = [column[0] for column in cursor.description], cursor.fetchall()
+    if arguments.json:
+        print(json.dumps([dict(zip(names, one, strict=True)) for one in found], ensure_ascii=False))
+        return len(found)
+    texts = [["" if value is None else one_line(str(value)) for value in one] for one in found]
+    widths = [min(60, max(len(name), *(len(one[place]) for one in texts), 0)) for place, name in enumerate(names)]
+    for one in [names, *texts] if found else ():
+        print("  ".join(text[:width].ljust(width) for text, width in zip(one, widths, strict=True)).rstrip())
+    return len(found)
+
+
+def show(arguments: argparse.Namespace, value: dict[str, Any], text: str) -> None:
+    print(json.dumps(value, ensure_ascii=False) if arguments.json else text)
+
+
+# -- run, check, migrate -----------------------------------------------------------------------------------------------
+
+
+def command_run(arguments: argparse.Namespace) -> int:
+    """Start the daemon and serve until a signal says to stop."""
+    os.environ["TZ"] = "UTC"  # `schedule` counts in naive local time, and would stop for an hour in autumn
+    time.tzset()
+    if sys.stderr is not None:
+        import faulthandler
+
+        faulthandler.enable()  # the watchdog's SIGABRT leaves a trace of where the loop hangs
+    config = config_of(arguments, secrets=True, templates=True)
+    set_up_log("debug" if arguments.debug else config.daemon.log_level)
+    for warning in config.warnings:
+        log.warning("%s", one_line(str(warning)))
+    clock = SystemClock()
+    lock = InstanceLock(config.database)
+    try:
+        notify_systemd("EXTEND_TIMEOUT_USEC=600000000\nSTATUS=opening the database")
+        open_store(str(config.database), clock.now(), config.daemon.durability)
+        with _store_errors(str(config.database)), transaction():
+            adopt_config(config, clock.now())
+            recover_interrupted(config, clock.now())
+            forget_refusal()
+        asyncio.run(Daemon(config, clock, [Api()]).run())
+    finally:
+        close_store()
+        lock.release()
+    log.info("ended")
+    return 0
+
+
+def command_check(arguments: argparse.Namespace) -> int:
+    """Validate the config: all problems on stdout, exit 78; warnings change nothing."""
+    if arguments.file:
+        arguments.config = arguments.file
+    try:
+        config = config_of(arguments, secrets=True, templates=True)
+    except ConfigError as error:
+        if arguments.json:
+            print(json.dumps({"ok": False, "problems": [problem._asdict() for problem in error.problems]}, ensure_ascii=False))
+        else:
+            print("\n".join(map(str, error.problems)))
+        return error.exit_code
+    for warning in config.warnings if not arguments.json else ():
+        print(f"warning: {warning}")
+    text = f"{config.source}: fine: {len(config.workflows)} workflows, {len(config.repeatables)} repeatables, {len(config.senders)} senders"
+    show(arguments, {"ok": True, "problems": [], "warnings": [warning._asdict() for warning in config.warnings]}, text)
+    return 0
+
+
+def command_migrate(arguments: argparse.Namespace) -> int:
+    """Bring the database to the newest schema; a copy of the former one is kept beside it."""
+    config = config_of(arguments)
+    lock = InstanceLock(config.database)
+    try:
+        existed = config.database.exists()
+        open_store(str(config.database), SystemClock().now(), busy_ms=CLI_BUSY_MS, may_migrate=False)
+        with _store_errors(str(config.database)):
+            applied = migrate(SystemClock().now())
+            version = int(database.pragma("user_version"))
+    finally:
+        close_store()
+        lock.release()
+    text = f"schema {version}, " + (f"applied {len(applied)} sections" if applied else "nothing to do")
+    show(arguments, {"schema": version, "applied": applied, "new": not existed}, text)
+    return 0
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def _payload_argument(text: str | None) -> Any:
+    if text is None:
+        return {}
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        try:
+            text = pathlib.Path(text[1:]).read_text("utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot read {text[1:]}: {error.strerror}") from None
+    return parse_json(text)
+
+
+def _recipient_argument(text: str) -> Any:
+    return parse_json(text) if text.lstrip()[:1] in ("{", "[") else text
+
+
+def command_trigger(arguments: argparse.Namespace) -> int:
+    """Record an event, or one per line of a JSON Lines file; exit 0 only when all are on the disk."""
+    config = config_of(arguments)
+    if arguments.jsonl is not None:
+        if arguments.workflow or arguments.to or arguments.payload:
+            raise UsageError("--jsonl takes everything from its lines: no WORKFLOW, --to or --payload")
+        return _trigger_lines(arguments, config)
+    if not arguments.workflow or not arguments.to:
+        raise UsageError("trigger needs a WORKFLOW and --to ID, or --jsonl FILE")
+    to = [_recipient_argument(text) for text in arguments.to]
+    body = {"name": arguments.workflow, "to": to, "payload": _payload_argument(arguments.payload)}
+    body["transactionId"] = arguments.transaction_id
+    trigger = check_trigger(config, body, SystemClock().now())
+    with store_of(config, must_exist=False) as now, _store_errors(str(config.database)):
+        with transaction():
+            answer, events = record_trigger(trigger, now)
+    for reason in answer.errors:
+        print(f"digestd: {reason}", file=sys.stderr)
+    text = f"recorded {len(events)} events, transaction id {answer.transaction_id}" if events else f"nothing new: transaction id {answer.transaction_id} is known"
+    if not answer.errors:
+        show(arguments, {"transactionId": answer.transaction_id, "recorded": len(events)}, text)
+    return 1 if answer.errors else 0
+
+
+def _trigger_lines(arguments: argparse.Namespace, config: Config) -> int:
+    """Each line a trigger as the API takes it; a bad line is told and the others go on."""
+    source = sys.stdin if arguments.jsonl == "-" else _open_lines(arguments.jsonl)
+    recorded, refused, batch = 0, 0, []
+    clock = SystemClock()
+
+    def flush() -> int:
+        with transaction():
+            count = sum(len(record_trigger(trigger, clock.now())[1]) for trigger in batch)
+        batch.clear()
+        return count
+
+    with source, store_of(config, must_exist=False), _store_errors(str(config.database)):
+        for number, line in enumerate(source, 1):
+            if not line.strip():
+                continue
+            try:
+                batch.append(check_trigger(config, parse_json(line), clock.now()))
+            except Rejected as error:
+                refused += 1
+                print(f"digestd: line {number}: {error.message}", file=sys.stderr)
+            if len(batch) >= BATCH:
+                recorded += flush()
+        recorded += flush()
+    show(arguments, {"recorded": recorded, "refused": refused}, f"recorded {recorded} events" + (f", refused {refused} lines" if refused else ""))
+    return 1 if refused else 0
+
+
+def _open_lines(path: str) -> Any:
+    try:
+        return open(path, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def command_cancel(arguments: argparse.Namespace) -> int:
+    """Cancel what is unfinished of a transaction; exit 1 when there was nothing to cancel."""
+    config = config_of(arguments)
+    with store_of(config) as now, _store_errors(str(config.database)), transaction():
+        cancelled = cancel_transaction(arguments.transaction_id, now)
+    show(arguments, {"cancelled": cancelled}, "cancelled" if cancelled else "nothing to cancel: unknown, or already sent")
+    return 0 if cancelled else 1
+
+
+# -- looking in --------------------------------------------------------------------------------------------------------
+
+
+def command_status(arguments: argparse.Namespace) -> int:
+    """Is it running, what is open, what needs a person? Exit 1 when something does."""
+    config = config_of(arguments)
+    holder = lock_holder(config.database)
+    with store_of(config), _store_errors(str(config.database)):
+        counts = dict(
+            rows(
+                "SELECT 'open', count(*) FROM digests WHERE state IN ('open', 'held') UNION ALL"
+                " SELECT 'waiting', count(*) FROM jobs WHERE state = 'waiting' UNION ALL"
+                " SELECT 'retrying', count(*) FROM jobs WHERE state = 'delayed' AND tries > 0 UNION ALL"
+                " SELECT 'repeatables', count(*) FROM repeatables WHERE state = 'active'"
+            )
+        )
+        refused, wake_at = remembered("config_refused"), next_wake_at()
+        facts = {"running": holder is not None, "pid": holder, **counts, "next": None if wake_at is None else iso_text(wake_at), "configRefused": refused}
+        trouble = row("SELECT count(*) FROM v_trouble")[0]
+        if arguments.json:
+            names = ("what", "id", "name", "subscriberId", "since", "reason", "hint")
+            listed = [dict(zip(names, one, strict=True)) for one in rows("SELECT * FROM v_trouble LIMIT 100")]
+            print(json.dumps({**facts, "trouble": listed, "troubleCount": trouble}, ensure_ascii=False))
+        else:
+            print(f"daemon      {'running, process ' + holder if holder else 'not running'}")
+            print(f"windows     {counts['open']} open")
+            print(f"messages    {counts['waiting']} waiting, {counts['retrying']} retrying")
+            print(f"repeatables {counts['repeatables']} active")
+            print(f"next due    {utc_text(wake_at)} UTC" if wake_at is not None else "next due    nothing")
+            if refused:
+                print(f"\nThe config on disk is refused; the daemon goes on with the one before:\n{refused}")
+            print(f"\n{trouble} need a hand:" if trouble else "\nnothing needs a hand")
+            show_table(arguments, "SELECT what, id, name, subscriber_id, since_utc, reason, hint FROM v_trouble LIMIT 20")
+    return 1 if trouble or refused else 0
+
+
+def command_list(arguments: argparse.Namespace) -> int:
+    """digests, jobs, repeat list: the rows of a view, newest first."""
+    view = {"digests": "v_digests", "jobs": "v_jobs", "repeat": "v_repeatables"}[arguments.command]
+    config = config_of(arguments)
+    with store_of(config), _store_errors(str(config.database)):
+        if not show_table(arguments, f"SELECT * FROM {view} LIMIT ?", arguments.limit) and not arguments.json:
+            print("none")
+    return 0
+
+
+def command_retry(arguments: argparse.Namespace) -> int:
+    """Failed jobs are tried again, with the same message and id; exit 1 when there was none."""
+    config = config_of(arguments)
+    if (arguments.job is None) == (not arguments.all):
+        raise UsageError("retry takes the number of a JOB, or --all")
+    with store_of(config) as now, _store_errors(str(config.database)), transaction():
+        wanted = [found[0] for found in rows("SELECT id FROM jobs WHERE state = 'failed'")] if arguments.all else [arguments.job]
+        retried = sum(retry_job(job_id, now) for job_id in wanted)
+    show(arguments, {"retried": retried}, f"{retried} jobs are tried again" if retried else "no such job has failed")
+    return 0 if retried or arguments.all else 1
+
+
+def command_sql(arguments: argparse.Namespace) -> int:
+    """The sqlite3 shell on the database, read-only, so that nothing is locked or changed by looking."""
+    path = config_of(arguments).database
+    if not path.exists():
+        raise StoreError(f"{path} is not there", "start the daemon once")
+    shell = shutil.which("sqlite3")
+    if shell is None:
+        if not arguments.query:
+            raise StoreError("the sqlite3 shell is not installed", "install it, or give a query: digestd sql 'SELECT * FROM v_trouble'")
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            for found in connection.execute(arguments.query):
+                print("|".join("" if value is None else str(value) for value in found))
+        return 0
+    form = ["-json"] if arguments.json else ["-box"]
+    return subprocess.call([shell, "-readonly", *form, "-cmd", ".timeout 5000", str(path), *([arguments.query] if arguments.query else [])])
+
+
+def command_schema(arguments: argparse.Namespace) -> int:
+    """The JSON Schema of the config, for editors."""
+    schema = Config.model_json_schema(mode="validation")
+    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "digestd", **schema}, indent=2))
+    return 0
+
+
+# -- calendars and simulation ------------------------------------------------------------------------------------------
+
+
+def _rule_of(text: Any, timezone: str, offset_ms: int = 0) -> Rule:
+    if not isinstance(text, str):
+        raise RuleError(f"a rule is a text, not {text!r}")
+    return parse_rule(text, load_zone(timezone), offset_ms)
+
+
+def _answer_rule(line: str, now: int) -> dict[str, Any]:
+    """One line of `next --jsonl`: {rule, timezone, from, n} to {next} or {error}."""
+    try:
+        asked = parse_json(line)
+        if not isinstance(asked, dict) or "rule" not in asked:
+            raise RuleError("a line is an object with rule, and may have timezone, from and n")
+        at = parse_instant(asked["from"]) if asked.get("from") is not None else now
+        count = asked.get("n", 5)
+        if not isinstance(count, int) or not 0 < count <= 10_000:
+            raise RuleError(f"n is a number from 1 to 10000, not {count!r}")
+        times = next_times(_rule_of(asked["rule"], asked.get("timezone") or "UTC"), at, count)
+        return {"next": [iso_text(moment) for moment in times]}
+    except DigestdError as error:
+        return {"error": error.message}
+
+
+def command_next(arguments: argparse.Namespace) -> int:
+    """The next instants of a rule; needs no config."""
+    now = SystemClock().now()
+    if arguments.jsonl is not None:
+        source = sys.stdin if arguments.jsonl == "-" else _open_lines(arguments.jsonl)
+        with source:
+            for line in source:
+                if line.strip():
+                    print(json.dumps(_answer_rule(line, now), ensure_ascii=False))
+        return 0
+    if arguments.rule is None:
+        raise UsageError("next needs a RULE: a cron text, \"every 15m\", or \"daily at 09:00\"")
+    offset_ms = parse_duration(arguments.offset) if arguments.offset else 0
+    zone = load_zone(arguments.timezone)
+    at = parse_instant(arguments.start) if arguments.start else now
+    times = next_times(_rule_of(arguments.rule, arguments.timezone, offset_ms), at, arguments.n)
+    if not times:
+        raise RuleError(f"{arguments.rule!r} has no time after {iso_text(at)}")
+    if arguments.json:
+        print(json.dumps({"next": [iso_text(moment) for moment in times]}))
+    else:
+        for moment in times:
+            print(f"{iso_text(moment)}  {local_time(moment, zone):%a %Y-%m-%d %H:%M:%S} {arguments.timezone}")
+    return 0
+
+
+def command_simulate(arguments: argparse.Namespace) -> int:
+    """Play a timeline through the real engine under a virtual clock; nothing is sent."""
+    config = config_of(arguments, secrets=False, templates=True)
+    try:
+        text = sys.stdin.read() if arguments.timeline == "-" else pathlib.Path(arguments.timeline).read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {arguments.timeline}: {error.strerror}") from None
+    lines = read_timeline(text)
+    until = parse_instant(arguments.until) if arguments.until else None
+    log.setLevel(logging.CRITICAL)
+    open_store(":memory:", 0)
+    try:
+        for told in Simulation(config).run(lines, until):
+            print(json.dumps(told, ensure_ascii=False) if arguments.json else _in_words(told))
+    finally:
+        close_store()
+    return 0
+
+
+def _in_words(told: dict[str, Any]) -> str:
+    """One thing that happened, as a line a person can follow."""
+    subject = told.get("repeatable") or "/".join(told[name] for name in ("workflow", "step") if name in told)
+    parts = [told["at"], f"{told['what']:<9}", subject]
+    if "subscriberId" in told:
+        parts.append(f"for {told['subscriberId']}" + (f" key {json.dumps(told['key'])}" if "key" in told else ""))
+    if "sender" in told or "channel" in told:
+        parts.append(f"[{told.get('channel') or 'message'} by {told.get('sender') or 'the feed'}]")
+    if told.get("eventCount"):
+        parts.append(f"{told['eventCount']} event{'s' if told['eventCount'] != 1 else ''}")
+    for name, word in (("closesAt", "closes"), ("until", "until"), ("slot", "slot"), ("count", "run"), ("reason", "because:")):
+        if told.get(name) is not None:
+            parts.append(f"{word} {told[name]}")
+    subject_line = (told.get("message") or {}).get("subject") if isinstance(told.get("message"), dict) else None
+    return one_line("  ".join(part for part in [*parts, f"“{subject_line}”" if subject_line else ""] if part))
+
+
+# -- the parser --------------------------------------------------------------------------------------------------------
+
+
+def _common(parser: argparse.ArgumentParser, top: bool) -> None:
+    missing: Any = None if top else argparse.SUPPRESS  # so that an option before the command is not overwritten after it
+    parser.add_argument("--config", metavar="FILE", default=missing, help="the config file")
+    parser.add_argument("--json", action="store_true", default=False if top else argparse.SUPPRESS, help="print JSON")
+    parser.add_argument("--debug", action="store_true", default=False if top else argparse.SUPPRESS, help="log more; show traces")
+
+
+def _add_event_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    trigger = add("trigger", command_trigger, "record an event")
+    trigger.add_argument("workflow", nargs="?", metavar="WORKFLOW")
+    trigger.add_argument("--to", metavar="ID", action="append", help="a subscriber id, or JSON with subscriberId; may be repeated")
+    trigger.add_argument("--payload", metavar="JSON", help="the payload: JSON, @file, or - for standard input")
+    trigger.add_argument("--transaction-id", metavar="ID")
+    trigger.add_argument("--jsonl", metavar="FILE", help="one trigger a line, as the API takes them; - for standard input")
+    add("cancel", command_cancel, "cancel what is unfinished of a transaction").add_argument("transaction_id", metavar="TRANSACTION_ID")
+
+
+def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    add("status", command_status, "what is open, what needs a hand")
+    for name, text in (("digests", "the windows, newest first"), ("jobs", "the jobs, newest first")):
+        add(name, command_list, text).add_argument("-n", "--limit", type=int, default=20, metavar="N", help="how many")
+    repeat = add("repeat", command_list, "the repeatables")
+    repeat.add_argument("action", choices=["list"])
+    repeat.set_defaults(limit=1_000_000)
+    retry = add("retry", command_retry, "try failed jobs again")
+    retry.add_argument("job", nargs="?", type=int, metavar="JOB")
+    retry.add_argument("--all", action="store_true")
+    add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument("query", nargs="?", metavar="SQL")
+    add("schema", command_schema, "the JSON Schema of the config, for editors")
+
+
+def _add_calendar_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    upcoming = add("next", command_next, "the next times of a rule")
+    upcoming.add_argument("rule", nargs="?", metavar="RULE", help='a cron text, "every 15m", "daily at 09:00"')
+    upcoming.add_argument("--timezone", default="UTC", metavar="TZ")
+    upcoming.add_argument("--from", dest="start", metavar="ISO", help="strictly after this instant; default now")
+    upcoming.add_argument("-n", type=int, default=5, metavar="N", choices=range(1, 10_001))
+    upcoming.add_argument("--align", default="clock", choices=["clock"], help="what an interval counts from")
+    upcoming.add_argument("--offset", metavar="DURATION", help="shift of an interval")
+    upcoming.add_argument("--jsonl", metavar="FILE", help="one {rule, timezone, from, n} a line; - for standard input")
+    simulate = add("simulate", command_simulate, "play a timeline under a virtual clock; nothing is sent")
+    simulate.add_argument("timeline", metavar="TIMELINE", help="JSON Lines; - for standard input")
+    simulate.add_argument("--until", metavar="ISO", help="go on to this instant")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(prog="digestd", description="One mail instead of thirty, and jobs that repeat.")
+    parser.add_argument("--version", action="version", version=f"digestd {__version__}")
+    _common(parser, top=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=(function.__doc__ or text).strip())
+        _common(command, top=False)
+        command.set_defaults(function=function)
+        return command
+
+    add("run", command_run, "start the daemon")
+    check = add("check", command_check, "validate the config")
+    check.add_argument("file", nargs="?", metavar="FILE")
+    _add_event_commands(add)
+    _add_looking_commands(add)
+    _add_calendar_commands(add)
+    add("migrate", command_migrate, "bring the database to the newest schema")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    parsed = make_parser().parse_args(arguments)
+    if not log.handlers:
+        set_up_log("warning")
+    try:
+        return int(parsed.function(parsed))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except DigestdError as error:
+        if parsed.debug:
+            raise
+        print(str(error) if isinstance(error, ConfigError) else f"digestd: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
