@@ -1,0 +1,267 @@
+"""Placing events in windows, closing them, cancelling."""
+
+from __future__ import annotations
+
+import pytest
+
+import digestd
+from conftest import BASIC, START, World
+
+
+def minute(count: float) -> int:
+    return START + int(count * digestd.MINUTE)
+
+
+def test_events_of_one_key_become_one_digest_oldest_first(world):
+    w = world()
+    for number in range(3):
+        w.trigger("comments", payload={"postId": "p1", "n": number})
+    w.trigger("comments", payload={"postId": "p2", "n": 9})
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[0, 1, 2], [9]]
+    assert [at for at, _, _ in w.sent] == [minute(10), minute(10)]
+
+
+def test_later_events_never_move_the_end_of_a_window(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("9m")
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("1m")
+    assert len(w.digested()) == 1 and len(w.digested()[0]) == 2
+
+
+def test_an_event_at_the_end_of_a_window_opens_the_next(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    w.clock.at = minute(10)  # the tick has not come yet
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1], [2]]
+    assert [at for at, _, _ in w.sent] == [minute(10), minute(20)]
+
+
+def test_a_late_tick_changes_no_membership(world):
+    w = world()
+    for at, number in ((0, 1), (9.99, 2), (10, 3)):
+        w.clock.at = minute(at)
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    w.clock.at = minute(10) + 40_000
+    w.advance("20m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("payloads", "groups"),
+    [
+        ([{"level": 0}, {"level": False}, {"level": ""}, {"level": None}, {}, {"level": "0"}], 5),
+        ([{"level": 1}, {"level": 1.0}, {"level": True}, {"level": "1"}], 3),
+        ([{"level": {"a": 1, "b": [1.0, 2]}}, {"level": {"b": [1, 2.0], "a": 1.0}}], 1),
+        ([{"level": [1, 2]}, {"level": [2, 1]}], 2),
+    ],
+    ids=["falsy values are values", "numbers and texts", "members in any order", "lists keep their order"],
+)
+def test_equal_json_values_are_one_group_and_no_others(world, payloads, groups):
+    w = world(BASIC.replace("payload.postId", "payload.level"))
+    for payload in payloads:
+        w.trigger("comments", payload=payload)
+    assert w.one("SELECT count(*) FROM digests") == groups
+
+
+def test_a_nested_key_groups_and_odd_payloads_count_as_without_one(world):
+    w = world(BASIC.replace("payload.postId", "payload.a.b"))
+    for payload in ({"a.b": "x"}, {"a": None}, {"a": [{"b": "x"}]}, {"a": "text"}, {"a": {"b": "x"}}, {"a": {"b": "x"}}):
+        w.trigger("comments", payload=payload)
+    assert w.rows("SELECT key, events FROM v_digests ORDER BY key") == [("", 4), ('"x"', 2)]
+
+
+def test_several_key_paths_are_one_key(world):
+    w = world(BASIC.replace('"payload.postId"', '["payload.a", "payload.b"]'))
+    for a, b in (("x", "y"), ("x", "y"), ("xy", ""), ("x", None)):
+        w.trigger("comments", payload={"a": a, "b": b})
+    w.advance("10m")
+    assert sorted(body["data"]["digest"]["key"] for body in w.bodies()[:2]) == [["x", "y"], ["xy", ""]]
+    assert w.one("SELECT count(*) FROM digests") == 3
+
+
+def test_group_identity_does_not_depend_on_separators(world):
+    w = world()
+    w.trigger("comments", "a:b", {"postId": "c"})
+    w.trigger("comments", "a", {"postId": "b:c"})
+    assert w.one("SELECT count(*) FROM digests") == 2
+
+
+def test_fifty_triggers_in_one_millisecond_are_one_digest(world):
+    w = world()
+    for number in range(50):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [list(range(50))]
+
+
+TWO = """
+[workflows.twice]
+[[workflows.twice.steps]]
+id = "hourly"
+type = "digest"
+key = "payload.k"
+window = "1h"
+[[workflows.twice.steps]]
+id = "daily"
+type = "digest"
+window = "1d"
+[[workflows.twice.steps]]
+id = "send"
+type = "chat"
+sender = "hook"
+"""
+
+
+def test_two_digests_in_one_workflow_never_mix_and_the_later_one_has_every_event(world):
+    w = world(BASIC + TWO)
+    w.trigger("twice", payload={"k": "a", "n": 1})
+    w.trigger("twice", payload={"k": "b", "n": 2})
+    w.advance("90m")
+    w.trigger("twice", payload={"k": "a", "n": 3})
+    w.advance("3d")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2, 3]]
+    assert [at for at, _, _ in w.sent] == [START + digestd.HOUR + digestd.DAY]
+    assert w.rows("SELECT step, state FROM digests ORDER BY id")[-1] == ("hourly", "closed")
+    assert w.one("SELECT count(*) FROM v_trouble") == 0
+
+
+def test_cancel_takes_one_event_out_and_leaves_the_end(world):
+    w = world()
+    for number in (1, 2, 3):
+        w.trigger("comments", payload={"postId": 1, "n": number}, id=f"t{number}")
+        w.advance("1m")
+    assert w.cancel("t1") is True
+    assert w.cancel("t1") is False
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[2, 3]]
+    assert w.sent[0][0] == minute(10)
+
+
+def test_an_emptied_window_sends_nothing_and_does_not_shorten_the_next(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1}, id="t1")
+    w.advance("5m")
+    assert w.cancel("t1")
+    assert w.one("SELECT state FROM digests") == "discarded"
+    w.trigger("comments", payload={"postId": 1}, id="t2")
+    w.advance("9m")
+    assert w.sent == []
+    w.advance("1m")
+    assert [at for at, _, _ in w.sent] == [minute(15)]
+
+
+def test_cancel_reaches_every_subscriber_of_a_transaction_and_no_closed_window(world):
+    w = world()
+    w.trigger("comments", ["a", "b"], {"postId": 1}, id="t1")
+    w.trigger("comments", "a", {"postId": 1, "n": 2}, id="t2")
+    assert w.cancel("t1")
+    assert w.rows("SELECT subscriber_id, state FROM digests ORDER BY id") == [("a", "open"), ("b", "discarded")]
+    w.advance("10m")
+    assert w.cancel("t2") is False
+    assert len(w.digested()) == 1
+
+
+def test_cancel_ends_a_run_that_comes_from_one_event(world):
+    w = world(BASIC + '[workflows.slow]\n[[workflows.slow.steps]]\nid = "wait"\ntype = "delay"\ndelay = "1h"\n'
+              '[[workflows.slow.steps]]\nid = "send"\ntype = "chat"\nsender = "hook"\n')  # fmt: skip
+    w.trigger("slow", id="t1")
+    w.advance("1m")
+    assert w.cancel("t1")
+    w.advance("2h")
+    assert w.sent == []
+    assert w.one("SELECT state FROM runs") == "cancelled"
+
+
+def test_a_run_merged_into_a_later_window_can_be_cancelled_out_of_it(world):
+    w = world(BASIC + TWO.replace('[[workflows.twice.steps]]\nid = "hourly"\ntype = "digest"\nkey = "payload.k"\nwindow = "1h"\n',
+              '[[workflows.twice.steps]]\nid = "hourly"\ntype = "delay"\ndelay = "1h"\n'))  # fmt: skip
+    w.trigger("twice", payload={"n": 1}, id="t1")
+    w.trigger("twice", payload={"n": 2}, id="t2")
+    w.advance("2h")
+    assert w.cancel("t1")
+    w.advance("3d")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[2]]
+
+
+def test_a_row_of_another_program_is_placed_and_a_bad_one_fails_alone(world):
+    w = world()
+    for payload in ('{"postId":1,"n":1}', "[1]", '{"x":NaN}', "nonsense", '{"postId":1,"n":2}'):
+        w.rows("INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', ?, ?)", payload, START)
+    w.rows("INSERT INTO events (workflow, subscriber_id, received_at) VALUES ('nothing', 's1', ?)", START)
+    w.rows("INSERT INTO events (workflow, subscriber_id, received_at) VALUES ('comments', '', ?)", START)
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2]]
+    assert w.one("SELECT count(*) FROM events WHERE state = 'failed'") == 5
+    assert w.one("SELECT count(*) FROM v_trouble WHERE what = 'event failed'") == 5
+
+
+def test_rows_in_the_past_join_what_was_open_then_and_those_in_the_future_count_as_now(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    w.clock.at = minute(10) + 1000  # no tick has come yet
+    for received_at, number in ((minute(9), 2), (minute(99), 3)):
+        w.rows("INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', ?, ?)",
+               f'{{"postId":1,"n":{number}}}', received_at)  # fmt: skip
+    w.advance("20m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2], [3]]
+    assert w.sent[1][0] == minute(20) + 1000
+
+
+OFFICE = {
+    "isEnabled": True,
+    "weeklySchedule": {
+        day: {"isEnabled": True, "hours": [{"start": "09:00 AM", "end": "05:00 PM"}]}
+        for day in ("monday", "tuesday", "wednesday", "thursday", "friday")
+    },
+}
+FRIDAY = digestd.parse_instant("2026-03-06T17:20:00Z")
+HOURS = BASIC.replace('window = "10m"', 'window = "10m"\nextend_to_schedule = true')
+
+
+def at_friday(w: World) -> None:
+    w.clock.at = FRIDAY
+    w.subscriber("s1", schedule=OFFICE)
+
+
+def test_a_window_that_ends_outside_the_hours_is_held_and_collects_on(world):
+    w = world(HOURS)
+    at_friday(w)
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    w.advance("1d")
+    assert w.one("SELECT state, waits FROM digests") == ("held", 1)
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    w.run_until(digestd.parse_instant("2026-03-09T09:00:00Z"))
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2]]
+    assert w.sent[0][0] == digestd.parse_instant("2026-03-09T09:00:00Z")
+
+
+def test_without_the_extension_channels_outside_the_hours_are_skipped(world):
+    w = world(BASIC)
+    at_friday(w)
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("10m")
+    assert w.sent == []
+    assert w.one("SELECT state, reason FROM jobs") == ("skipped", "outside the subscriber's schedule")
+
+
+def test_a_critical_workflow_waits_for_no_hours(world):
+    w = world(HOURS.replace("[workflows.comments]", "[workflows.comments]\ncritical = true"))
+    at_friday(w)
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("10m")
+    assert len(w.sent) == 1
+
+
+def test_a_deleted_window_is_nobodys_and_stops_nothing(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1})
+    w.rows("PRAGMA foreign_keys = 0")
+    w.rows("DELETE FROM digests")
+    w.trigger("comments", "s2", {"postId": 1})
+    w.advance("10m")
+    assert len(w.sent) == 1
