@@ -194,6 +194,7 @@ class Event(NamedTuple):
     subscriber_id: str
     payload: dict[str, Any]
     received_at: int
+    transaction_id: str | None = None  # None: another program gave none, and it gets one with its place
 
 
 class DigestedEvent(NamedTuple):
@@ -477,11 +478,11 @@ def _offset(text: str | None) -> dt.timezone | None:
 def parse_duration(text: object) -> int:
     """Milliseconds for a text such as 500ms, 90s, 10m, 1h30m, 7d, 2w, 3mo (a month is 30 days). Raises RuleError."""
     if not isinstance(text, str):
-        raise RuleError(f"{text!r} is not a duration; write a text with a unit, such as \"10m\"")
+        raise RuleError(f'{text!r} is not a duration; write a text with a unit, such as "10m"')
     parts = _DURATION.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise RuleError(
-            f"{text!r} is not a duration; write numbers with the units mo w d h m s ms, such as \"90s\" or \"1h30m\""
+            f'{text!r} is not a duration; write numbers with the units mo w d h m s ms, such as "90s" or "1h30m"'
         )
     units = [unit for _, unit in parts]
     if sorted(set(units), key=list(_UNITS).index) != units:
@@ -826,7 +827,7 @@ def parse_time_of_day(text: object) -> tuple[int, int, int]:
     """Hour, minute and second of a 24-hour time such as 09:00 or 9:00:30. Raises RuleError."""
     match = re.fullmatch(r"(\d{1,2}):(\d\d)(?::(\d\d))?", text, re.ASCII) if isinstance(text, str) else None
     if not match or int(match[1]) > 23 or int(match[2]) > 59 or int(match[3] or 0) > 59:
-        raise RuleError(f"{text!r} is not a time of day; write it as \"09:00\", on the 24-hour clock")
+        raise RuleError(f'{text!r} is not a time of day; write it as "09:00", on the 24-hour clock')
     return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
@@ -834,14 +835,14 @@ def _month_sim(item: object, clock: str) -> _Sim:
     """The days of a month that one item of `on` names: 15, "last", "first monday", "last weekday"."""
     if isinstance(item, int) and not isinstance(item, bool):
         if not 1 <= item <= 31:
-            raise RuleError(f"{item} is not a day of a month; there are 1 to 31, and \"last\"")
+            raise RuleError(f'{item} is not a day of a month; there are 1 to 31, and "last"')
         return _Sim.of([*clock.split(), str(item), "*", "*"])
     words = item.lower().split() if isinstance(item, str) else []
     if words == ["last"]:
         return _Sim.of([*clock.split(), "L", "*", "*"])
     kind = " ".join(words[1:])
     if len(words) < 2 or words[0] not in _ORDINALS:
-        raise RuleError(f"{item!r} is not a day of a month; write 1 to 31, \"last\", \"first monday\", \"last weekday\"")
+        raise RuleError(f'{item!r} is not a day of a month; write 1 to 31, "last", "first monday", "last weekday"')
     weekdays = _DAY_KINDS.get(kind) or ((day_number(kind) + 6) % 7,)
     sim = _MonthDays.of([*clock.split(), "*", "*", "*"])
     assert isinstance(sim, _MonthDays)
@@ -866,7 +867,7 @@ def scheduled_rule(
     clock = f"{second} {minute} {hour}"
     if every == "day":
         if on:
-            raise RuleError("every \"day\" takes no on; every \"week\" does")
+            raise RuleError('every "day" takes no on; every "week" does')
         return LocalRule([_Sim.of([*clock.split(), "*", "*", "*"])], zone, both=False)
     if every == "week":
         days = sorted({day_number(name) for name in on or ("monday",)})
@@ -891,7 +892,9 @@ def parse_rule(text: str, zone: dt.tzinfo = UTC, offset_ms: int = 0) -> Rule:
         return Every(parse_duration(words[1]), offset_ms)
     body, _, at = " ".join(words).partition(" at ")
     body, _, days = body.partition(" on ")
-    on: list[object] = [int(item) if item.strip().isdigit() else item.strip() for item in days.split(",")] if days else []
+    on: list[object] = (
+        [int(item) if item.strip().isdigit() else item.strip() for item in days.split(",")] if days else []
+    )
     period = _FRIENDLY.get(body) or body.removeprefix("every ")
     if period not in _FRIENDLY.values() and not on:
         named = period.replace(" and ", ",").split(",")
@@ -920,7 +923,7 @@ def _schedule_minute(text: object) -> int:
             return (hour % 12 + (12 if half == "pm" else 0)) * 60 + minute
         if not half and (hour < 24 or (hour == 24 and minute == 0)):
             return hour * 60 + minute
-    raise RuleError(f"{text!r} is not a time of day; write it as \"09:00 AM\" or \"17:00\"")
+    raise RuleError(f'{text!r} is not a time of day; write it as "09:00 AM" or "17:00"')
 
 
 class Schedule:
@@ -1154,7 +1157,9 @@ def render_template(text: str, context: dict[str, Any], html: bool = False) -> s
     try:
         return compile_template(text, html).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
-        raise PermanentFailure(f"the template failed: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise PermanentFailure(
+            f"the template failed: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
 
 
 # -- field types -------------------------------------------------------------------------------------------------------
@@ -1282,7 +1287,11 @@ def parse_listen(text: Any) -> Listen:
         return Listen("systemd")
     if isinstance(text, str) and text.startswith("unix:") and len(text) > 5:
         return Listen("unix", text[5:])
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII) if isinstance(text, str) else None
+    match = (
+        re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):(\d{1,5})", text, re.ASCII)
+        if isinstance(text, str)
+        else None
+    )
     if not match or int(match[3]) > 65535:
         raise RuleError(f'{text!r} is no address; write "127.0.0.1:3210", "[::1]:3210", "unix:/path" or "systemd"')
     return Listen("tcp", match[1] or match[2], int(match[3]))
@@ -1323,7 +1332,9 @@ def _plain_name(text: str) -> str:
 Duration = Annotated[int, _rule_field(parse_duration)]
 Interval = Annotated[int, _rule_field(_interval)]
 Zone = Annotated[str, _rule_field(_checked(load_zone))]
-CronText = Annotated[str, pydantic.Strict(), _rule_field(lambda text: text if not isinstance(text, str) else _checked(parse_cron)(text))]
+CronText = Annotated[
+    str, pydantic.Strict(), _rule_field(lambda text: text if not isinstance(text, str) else _checked(parse_cron)(text))
+]
 TimeOfDay = Annotated[str, _rule_field(_checked(parse_time_of_day))]
 KeyPath = Annotated[str, _rule_field(_key_path)]
 Template = Annotated[str, _template_field(html=False)]
@@ -1375,7 +1386,11 @@ class SmtpSettings(SenderSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, pydantic.Field(ge=1, le=65535)] = 25
     tls: Literal["none", "starttls", "implicit"] = "starttls"
-    sender: Annotated[str, pydantic.Field(alias="from"), _rule_field(lambda text: _from_header(text) if isinstance(text, str) else text)]
+    sender: Annotated[
+        str,
+        pydantic.Field(alias="from"),
+        _rule_field(lambda text: _from_header(text) if isinstance(text, str) else text),
+    ]
     username: str | None = None
     password: Secret | None = None
     ca_file: str | None = None
@@ -1533,7 +1548,9 @@ class RepeatableSettings(Settings):
         if (self.cron is None) == (self.every is None):
             raise ValueError(f"a repeatable has one of cron and every; found {'none' if self.cron is None else 'both'}")
         if (self.trigger is None) == (self.sender is None):
-            raise ValueError(f"a repeatable has one of sender and trigger; found {'none' if self.sender is None else 'both'}")
+            raise ValueError(
+                f"a repeatable has one of sender and trigger; found {'none' if self.sender is None else 'both'}"
+            )
         return self
 
 
@@ -1645,7 +1662,11 @@ def _plain_words(error: Any, path: Sequence[str | int], data: Any) -> str:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         expected = context.get("expected_tags") or ", ".join(SENDER_MODELS if path[0] == "senders" else STEP_MODELS)
         wanted = str(expected).replace("'", "")
-        return f"type {context['tag']!r} is unknown; there are {wanted}" if "tag" in context else f"type is missing; there are {wanted}"
+        return (
+            f"type {context['tag']!r} is unknown; there are {wanted}"
+            if "tag" in context
+            else f"type is missing; there are {wanted}"
+        )
     if kind == "literal_error":
         return f"{found!r} is not one of {context['expected']}"
     if kind == "string_pattern_mismatch":
@@ -1689,7 +1710,9 @@ def _pydantic_problems(error: pydantic.ValidationError, data: Any) -> Iterator[F
 
 def _tables(data: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
     tables = data.get(name)
-    return [(key, value) for key, value in tables.items() if isinstance(value, dict)] if isinstance(tables, dict) else []
+    return (
+        [(key, value) for key, value in tables.items() if isinstance(value, dict)] if isinstance(tables, dict) else []
+    )
 
 
 def _workflow_problems(data: Any, senders: Any, max_window: int) -> Iterator[Found]:
@@ -1739,7 +1762,10 @@ def _cross_problems(data: Any) -> Iterator[Found]:
             with contextlib.suppress(RuleError):
                 listen = parse_listen(text)
                 if listen.kind == "tcp" and not listen.is_private:
-                    yield ["api", "listen", place], f"{text!r} can be reached by others, and no api.keys are set; set one, or listen on 127.0.0.1"
+                    yield (
+                        ["api", "listen", place],
+                        f"{text!r} can be reached by others, and no api.keys are set; set one, or listen on 127.0.0.1",
+                    )
 
 
 def _open_to_others(path: pathlib.Path) -> bool:
@@ -1751,7 +1777,9 @@ def _open_to_others(path: pathlib.Path) -> bool:
 def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> Iterator[Problem]:
     file = str(config.source)
     if plain_secrets and _open_to_others(config.source):
-        yield Problem(file, 0, "", "holds secrets in plain text and can be read by everyone; chmod o-r, or use {file = …}")
+        yield Problem(
+            file, 0, "", "holds secrets in plain text and can be read by everyone; chmod o-r, or use {file = …}"
+        )
     for path in config.files[1:]:
         if _open_to_others(path):
             yield Problem(str(path), 0, "", "is a secret that everyone can read; chmod o-r")
@@ -1773,7 +1801,13 @@ def read_config(text: str, source: pathlib.Path, secrets: bool = True, templates
         raise ConfigError([Problem(file, 0, "", "is nested too deeply")]) from None
     if not data:
         raise ConfigError([Problem(file, 0, "", "is empty; it needs at least one table, such as [daemon]")])
-    context: dict[str, Any] = {"base": source.parent, "secrets": secrets, "templates": templates, "files": [], "plain_secrets": []}
+    context: dict[str, Any] = {
+        "base": source.parent,
+        "secrets": secrets,
+        "templates": templates,
+        "files": [],
+        "plain_secrets": [],
+    }
     found = list(_cross_problems(data))
     config = None
     try:
@@ -2029,12 +2063,18 @@ TABLES: tuple[type[Table], ...] = (
 
 def rows(sql: str, *values: Any) -> list[Any]:
     """All rows of a query, as tuples. Read whole, so that no cursor is left open to block a checkpoint."""
-    return database.execute_sql(sql, values).fetchall()
+    try:
+        return database.execute_sql(sql, values).fetchall()
+    except sqlite3.Error as error:  # met while fetching, which peewee does not translate
+        raise peewee.OperationalError(str(error)) from error
 
 
 def row(sql: str, *values: Any) -> Any:
     """The first row of a query, or None."""
-    return database.execute_sql(sql, values).fetchone()
+    try:
+        return database.execute_sql(sql, values).fetchone()
+    except sqlite3.Error as error:
+        raise peewee.OperationalError(str(error)) from error
 
 
 def execute(sql: str, *values: Any) -> int:
@@ -2105,7 +2145,9 @@ def move(model: type[Table], row_id: int, old: str, new: str, **facts: Any) -> b
     _check_move(table, old, new)
     done = execute(_move_text(table, tuple(facts), False), new, *facts.values(), row_id, old) == 1
     if done and log.isEnabledFor(logging.DEBUG):
-        log.debug("%s %s %s->%s%s", table, row_id, old, new, "".join(f" {name}={value}" for name, value in facts.items()))
+        log.debug(
+            "%s %s %s->%s%s", table, row_id, old, new, "".join(f" {name}={value}" for name, value in facts.items())
+        )
     return done
 
 
@@ -2238,7 +2280,9 @@ class InstanceLock:
         try:
             self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
         except OSError as error:
-            raise StoreError(f"cannot make {self.path}: {error.strerror}", "the folder must be writable for digestd") from None
+            raise StoreError(
+                f"cannot make {self.path}: {error.strerror}", "the folder must be writable for digestd"
+            ) from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -2445,7 +2489,9 @@ def check_id(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise Rejected(422, f"{field} must be a text", field)
     if not value or len(value) > 255 or not value.isprintable() or value != value.strip():
-        raise Rejected(422, f"{field} must have 1 to 255 characters, no control characters, no blanks at its ends", field)
+        raise Rejected(
+            422, f"{field} must have 1 to 255 characters, no control characters, no blanks at its ends", field
+        )
     return value
 
 
@@ -2546,9 +2592,14 @@ def record_trigger(trigger: Trigger, now: int) -> tuple[TriggerAnswer, list[Even
             _INSERT_EVENT, (trigger.workflow, subscriber_id, trigger.payload_text, trigger.transaction_id, now)
         )
         if cursor.rowcount == 1:
-            events.append(Event(cursor.lastrowid, trigger.workflow, subscriber_id, trigger.payload, now))
+            event_id = cursor.lastrowid
+            events.append(
+                Event(event_id, trigger.workflow, subscriber_id, trigger.payload, now, trigger.transaction_id)
+            )
         elif not _is_repeat(trigger, subscriber_id):
-            errors.append(f"transactionId {trigger.transaction_id} was used before for {subscriber_id}, with another payload")
+            errors.append(
+                f"transactionId {trigger.transaction_id} was used before for {subscriber_id}, with another payload"
+            )
     return TriggerAnswer("error" if errors else "processed", trigger.transaction_id, tuple(errors)), events
 
 
@@ -2560,19 +2611,41 @@ def _is_repeat(trigger: Trigger, subscriber_id: str) -> bool:
     return canonical_json(_loads(found[0])) == canonical_json(trigger.payload)
 
 
+_RECEIVED = (
+    "SELECT id, workflow, subscriber_id, payload, received_at, transaction_id FROM events"
+    " WHERE state = 'received' AND id > ? ORDER BY id LIMIT ?"
+)
+
+
+def _received_rows(limit: int) -> Iterator[Any]:
+    """Rows that wait for a place. One whose text is no UTF-8 cannot even be read, and comes as its id alone."""
+    try:
+        yield from rows(_RECEIVED, 0, limit)
+    except peewee.OperationalError as error:
+        if "decode" not in str(error).lower():
+            raise
+        for (event_id,) in rows("SELECT id FROM events WHERE state = 'received' ORDER BY id LIMIT ?", limit):
+            try:
+                yield row(_RECEIVED, event_id - 1, 1)
+            except peewee.OperationalError:
+                yield (event_id,)
+
+
 def received_events(limit: int) -> list[tuple[Event | None, int, str]]:
-    """Events that wait for a place, oldest first: (event, id, reason). One that other programs wrote badly comes as
+    """Events that wait for a place, oldest first: (event, id, reason). One that another program wrote badly comes as
     None with the reason why."""
     found: list[tuple[Event | None, int, str]] = []
-    for event_id, workflow, subscriber_id, text, received_at in rows(
-        "SELECT id, workflow, subscriber_id, payload, received_at FROM events WHERE state = 'received' ORDER BY id LIMIT ?", limit
-    ):
+    for event_id, *columns in _received_rows(limit):
         try:
+            if not columns:
+                raise Rejected(400, "it holds text that is not UTF-8")
+            workflow, subscriber_id, text, received_at, transaction_id = columns
             check_id(subscriber_id, "subscriber_id")
             payload = parse_json(text)
             if not isinstance(payload, dict):
                 raise Rejected(400, "the payload is not a JSON object")
-            found.append((Event(event_id, workflow, subscriber_id, payload, received_at), event_id, ""))
+            json_text(payload)
+            found.append((Event(event_id, workflow, subscriber_id, payload, received_at, transaction_id), event_id, ""))
         except Rejected as error:
             found.append((None, event_id, error.message))
     return found
@@ -2651,7 +2724,9 @@ def subscriber_schedule(config: Config, schedule: str | None, timezone: str | No
     return _schedule_of(schedule, timezone or config.daemon.timezone) if schedule else None
 
 
-def hold_until(config: Config, critical: bool, schedule: str | None, timezone: str | None, waits: int, now: int) -> int | None:
+def hold_until(
+    config: Config, critical: bool, schedule: str | None, timezone: str | None, waits: int, now: int
+) -> int | None:
     """When a step that waits for the subscriber's hours goes on; None: now. At most three waits; none when the
     schedule never opens."""
     hours = None if critical else subscriber_schedule(config, schedule, timezone)
@@ -2674,7 +2749,9 @@ def ensure_subscriber(subscriber_id: str, now: int) -> None:
     database.known_subscribers.add(subscriber_id)
 
 
-def _open_window(config: Config, workflow: str, step: DigestStep, subscriber_id: str, key: str, now: int) -> tuple[int, int]:
+def _open_window(
+    config: Config, workflow: str, step: DigestStep, subscriber_id: str, key: str, now: int
+) -> tuple[int, int]:
     zone = "UTC"
     if step.window is None:
         found = row("SELECT timezone FROM subscribers WHERE subscriber_id = ?", subscriber_id)
@@ -2685,7 +2762,9 @@ def _open_window(config: Config, workflow: str, step: DigestStep, subscriber_id:
     return window_id, closes_at
 
 
-def join_or_open(config: Config, workflow: str, step: DigestStep, subscriber_id: str, key: str, at: int, now: int) -> int:
+def join_or_open(
+    config: Config, workflow: str, step: DigestStep, subscriber_id: str, key: str, at: int, now: int
+) -> int:
     """The id of the window that something which reached a digest step at `at` belongs to.
 
     A window that has already ended by then is settled first, with the function the tick uses; if that holds it, it
@@ -2712,13 +2791,14 @@ def place_event(config: Config, event: Event, now: int) -> None:
         return
     ensure_subscriber(event.subscriber_id, now)
     step = workflow.steps[0]
+    facts: dict[str, Any] = {} if event.transaction_id else {"transaction_id": new_public_id("txn", now)}
     if isinstance(step, DigestStep):
         at = min(event.received_at, now)
         digest_id = join_or_open(
             config, event.workflow, step, event.subscriber_id, digest_key(step, event.payload), at, now
         )
-        move(EventRow, event.id, "received", "placed", digest_id=digest_id, placed_at=now)
-    elif move(EventRow, event.id, "received", "placed", placed_at=now):
+        move(EventRow, event.id, "received", "placed", digest_id=digest_id, placed_at=now, **facts)
+    elif move(EventRow, event.id, "received", "placed", placed_at=now, **facts):
         insert(_INSERT_EVENT_RUN, event.workflow, event.subscriber_id, event.id, None, now, now)
 
 
@@ -2774,7 +2854,9 @@ def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
         else:
             move(Digest, window.id, window.state, "held", due_at=until, held_at=now, waits=window.waits + 1)
         database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
-    closed = [moved for state, ids in closing.items() for moved in move_all(Digest, ids, state, "closed", closed_at=now)]
+    closed = [
+        moved for state, ids in closing.items() for moved in move_all(Digest, ids, state, "closed", closed_at=now)
+    ]
     if closed:
         execute(
             "INSERT INTO runs (workflow, subscriber_id, digest_id, step, next_at, created_at)"
@@ -2786,13 +2868,17 @@ def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
 def close_windows(config: Config, now: int) -> int:
     """Stage: windows whose time has come -> closed, held or discarded."""
     due = rows(
-        _WINDOW_COLUMNS + " WHERE d.state IN ('open', 'held') AND d.due_at <= ? ORDER BY d.due_at, d.id LIMIT ?", now, BATCH
+        _WINDOW_COLUMNS + " WHERE d.state IN ('open', 'held') AND d.due_at <= ? ORDER BY d.due_at, d.id LIMIT ?",
+        now,
+        BATCH,
     )
     settle_windows(config, [Window(*found) for found in due], now)
     return len(due)
 
 
-def join_later_window(config: Config, run_id: int, workflow: str, step: DigestStep, subscriber_id: str, key: str, now: int) -> None:
+def join_later_window(
+    config: Config, run_id: int, workflow: str, step: DigestStep, subscriber_id: str, key: str, now: int
+) -> None:
     """A run that reaches a digest step further on joins its window as a whole: active -> merged."""
     window_id = join_or_open(config, workflow, step, subscriber_id, key, now, now)
     if move(Run, run_id, "active", "merged", next_at=None, finished_at=now, reason=f"joined digest {window_id}"):
@@ -2810,7 +2896,9 @@ def _discard_if_empty(digest_id: int, now: int) -> None:
 
 def _cancel_run(run_id: int, now: int) -> bool:
     """What is unfinished of a run that comes from one event: its jobs, its place in a later window, itself."""
-    found = row("SELECT r.state, m.digest_id FROM runs r LEFT JOIN digest_runs m ON m.run_id = r.id WHERE r.id = ?", run_id)
+    found = row(
+        "SELECT r.state, m.digest_id FROM runs r LEFT JOIN digest_runs m ON m.run_id = r.id WHERE r.id = ?", run_id
+    )
     state, later = found if found else ("", None)
     if state == "merged" and row("SELECT 1 FROM digests WHERE id = ? AND state IN ('open', 'held')", later):
         execute("DELETE FROM digest_runs WHERE run_id = ?", run_id)
@@ -2819,7 +2907,9 @@ def _cancel_run(run_id: int, now: int) -> bool:
         return True
     if state != "active":
         return False
-    for job_id, job_state in rows("SELECT id, state FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting')", run_id):
+    for job_id, job_state in rows(
+        "SELECT id, state FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting')", run_id
+    ):
         move(Job, job_id, job_state, "cancelled", finished_at=now, reason="cancelled", message=None)
     if row("SELECT 1 FROM jobs WHERE run_id = ? AND state = 'active'", run_id):
         execute("UPDATE runs SET next_at = NULL, reason = 'cancelled' WHERE id = ? AND state = 'active'", run_id)
@@ -2831,7 +2921,9 @@ def cancel_transaction(transaction_id: str, now: int) -> bool:
     """Take the events of a transaction out of open and held windows, and cancel what is unfinished of runs that come
     from them alone. True only when something was cancelled; a closed window's events cannot be."""
     cancelled = False
-    for event_id, state, digest_id in rows("SELECT id, state, digest_id FROM events WHERE transaction_id = ?", transaction_id):
+    for event_id, state, digest_id in rows(
+        "SELECT id, state, digest_id FROM events WHERE transaction_id = ?", transaction_id
+    ):
         if state == "placed" and digest_id is None:
             run = row("SELECT id FROM runs WHERE event_id = ?", event_id)
             if not run or not _cancel_run(run[0], now):
@@ -2944,7 +3036,9 @@ def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
     The counter is kept. The pending run is planned anew only when the timing changed.
     """
     have = row(
-        "SELECT id, key, run_limit, action, state, count FROM repeatables WHERE name = ? AND source = ?", spec.name, source
+        "SELECT id, key, run_limit, action, state, count FROM repeatables WHERE name = ? AND source = ?",
+        spec.name,
+        source,
     )
     if have is None:
         spec_id = insert(
@@ -2955,7 +3049,15 @@ def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
         return "added"
     spec_id, key, run_limit, action, state, count = have
     timing = key != spec.key
-    changed = [word for word, is_new in (("timing", timing), ("limit", run_limit != spec.run_limit), ("action", action != spec.action)) if is_new]
+    changed = [
+        word
+        for word, is_new in (
+            ("timing", timing),
+            ("limit", run_limit != spec.run_limit),
+            ("action", action != spec.action),
+        )
+        if is_new
+    ]
     if changed:
         execute(
             "UPDATE repeatables SET key = ?, cron = ?, every_ms = ?, timezone = ?, run_limit = ?, action = ?, updated_at = ? WHERE id = ?",
@@ -2973,7 +3075,12 @@ def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
 def _plan_anew(spec_id: int, timing: bool, action: bool, now: int) -> None:
     """After a change: keep the pending run where its timing holds, and let it do what the spec now says."""
     pending = row("SELECT slot_at FROM runs WHERE repeatable_id = ? AND taken_at IS NULL AND state = 'active'", spec_id)
-    if pending and not timing and not action and not row("SELECT 1 FROM repeatables WHERE id = ? AND run_limit <= count", spec_id):
+    if (
+        pending
+        and not timing
+        and not action
+        and not row("SELECT 1 FROM repeatables WHERE id = ? AND run_limit <= count", spec_id)
+    ):
         return
     _drop_pending_run(spec_id, "planned anew", now)
     after = now if timing or not pending else min(now, pending[0] - 1)
@@ -2999,7 +3106,9 @@ def sync_repeatables(config: Config, now: int) -> None:
             continue
         if changed:
             log.info("repeatable %s: %s", one_line(name), changed)
-    for spec_id, name, state in rows("SELECT id, name, state FROM repeatables WHERE source = 'config' AND state <> 'retired'"):
+    for spec_id, name, state in rows(
+        "SELECT id, name, state FROM repeatables WHERE source = 'config' AND state <> 'retired'"
+    ):
         if name not in config.repeatables:
             retire_repeatable(spec_id, name, state, now)
 
@@ -3053,7 +3162,9 @@ def go_on(config: Config, run_id: int, workflow: str | None, step: str | None, n
     settle_run(run_id, now)
 
 
-def insert_job(run_id: int, step: str, kind: str, sender: str | None, state: str, due_at: int, now: int, reason: str | None = None) -> int:
+def insert_job(
+    run_id: int, step: str, kind: str, sender: str | None, state: str, due_at: int, now: int, reason: str | None = None
+) -> int:
     """A job is born; it is final from the start when its state is skipped or failed."""
     finished_at = now if state in ("skipped", "failed") else None
     return insert(
@@ -3076,7 +3187,10 @@ def load_events(event_id: int | None, digest_id: int | None) -> list[DigestedEve
             "SELECT id, received_at, payload, transaction_id FROM events WHERE digest_id = ? AND state = 'placed'"
             " ORDER BY received_at, id", digest_id
         )  # fmt: skip
-        joined = rows("SELECT r.event_id, r.digest_id FROM digest_runs m JOIN runs r ON r.id = m.run_id WHERE m.digest_id = ?", digest_id)
+        joined = rows(
+            "SELECT r.event_id, r.digest_id FROM digest_runs m JOIN runs r ON r.id = m.run_id WHERE m.digest_id = ?",
+            digest_id,
+        )
         if joined:
             found += [event for one_event, one_digest in joined for event in load_events(one_event, one_digest)]
             found.sort(key=lambda event: (event[1], event[0]))
@@ -3097,7 +3211,9 @@ def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, st
         found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
         hours = subscriber_schedule(config, *found) if found else None
         if hours is not None and not hours.is_inside(now):
-            insert_job(run.id, step.id, step.type, step.sender, "skipped", now, now, "outside the subscriber's schedule")
+            insert_job(
+                run.id, step.id, step.type, step.sender, "skipped", now, now, "outside the subscriber's schedule"
+            )
             execute(_RUN_STEP, step.id, now, run.id)
             return
     insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
@@ -3146,7 +3262,11 @@ def begin_steps(config: Config, now: int) -> int:
         except peewee.DatabaseError:
             raise
         except Exception as error:
-            reason = error.message if isinstance(error, DigestdError) else f"a bug in digestd: {type(error).__name__}: {error}"
+            reason = (
+                error.message
+                if isinstance(error, DigestdError)
+                else f"a bug in digestd: {type(error).__name__}: {error}"
+            )
             log.error("run %s cannot go on: %s", run.id, one_line(reason), exc_info=not isinstance(error, DigestdError))
             move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=reason)
     return len(found)
@@ -3178,7 +3298,8 @@ def _finish_delay(config: Config, job_id: int, run: ReadyRun, waits: int, now: i
 def _finish_trigger(config: Config, job_id: int, run_id: int, now: int) -> None:
     """A repeatable that triggers a workflow: the event is recorded once per slot, whatever is tried again."""
     key, action, slot_at = row(
-        "SELECT s.key, s.action, r.slot_at FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?", run_id
+        "SELECT s.key, s.action, r.slot_at FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?",
+        run_id,
     )
     wanted = json.loads(action)["trigger"]
     body = {"name": wanted["workflow"], "to": wanted["to"], "payload": wanted.get("payload") or {}}
@@ -3221,7 +3342,14 @@ def finish_plain_jobs(config: Config, now: int) -> int:
         except Exception as error:
             log.exception("a bug met job %s", job_id)
             move(Job, job_id, "waiting", "active", taken_at=now)
-            move(Job, job_id, "active", "failed", finished_at=now, reason=f"a bug in digestd: {type(error).__name__}: {error}")
+            move(
+                Job,
+                job_id,
+                "active",
+                "failed",
+                finished_at=now,
+                reason=f"a bug in digestd: {type(error).__name__}: {error}",
+            )
             go_on(config, run.id, run.workflow, run.step, now)
     return len(found)
 
@@ -3331,7 +3459,14 @@ def _repeatable_draft(config: Config, job_id: int, public_id: str, now: int) -> 
     content = RepeatableSettings.model_construct(
         subject=wanted.get("subject"), text=wanted.get("text"), html=wanted.get("html")
     )
-    facts = {"name": name, "key": spec_key, "jobId": spec_job_id, "slot": iso_text(slot_at), "count": seq, "data": wanted.get("data")}
+    facts = {
+        "name": name,
+        "key": spec_key,
+        "jobId": spec_job_id,
+        "slot": iso_text(slot_at),
+        "count": seq,
+        "data": wanted.get("data"),
+    }
     return Draft(job_id, public_id, "message", sender, content, now, slot_at, repeatable=facts)
 
 
@@ -3346,7 +3481,10 @@ def _clean_line(text: str) -> str:
 
 def _step_values(events: Sequence[DigestedEvent]) -> dict[str, Any]:
     """What a digest step leaves for templates: steps.<id>.events, eventCount, and Novu's two summaries."""
-    listed = [{"id": str(event.id), "time": iso_text(event.time_at), "payload": json.loads(event.payload_text)} for event in events]
+    listed = [
+        {"id": str(event.id), "time": iso_text(event.time_at), "payload": json.loads(event.payload_text)}
+        for event in events
+    ]
     return {
         "events": listed,
         "eventCount": len(listed),
@@ -3413,7 +3551,14 @@ def compose_webhook(draft: Draft, rendered: dict[str, Any]) -> Message:
     """The Standard Webhooks event: type, timestamp, data."""
     if draft.repeatable:
         facts = draft.repeatable
-        data = _dumps({"repeatable": facts["name"], "name": facts["name"], **{name: facts[name] for name in ("jobId", "key", "slot", "count", "data")}, **rendered})
+        data = _dumps(
+            {
+                "repeatable": facts["name"],
+                "name": facts["name"],
+                **{name: facts[name] for name in ("jobId", "key", "slot", "count", "data")},
+                **rendered,
+            }
+        )
         kind = "repeatable"
     else:
         kind = draft.channel
@@ -3468,7 +3613,9 @@ def _mailbox_header(name: str, address: str) -> str:
 
     if not name:
         return address
-    return f'"{quote(name)}" <{address}>' if name.isascii() and "=?" not in name else f"{_header_text(name)} <{address}>"
+    return (
+        f'"{quote(name)}" <{address}>' if name.isascii() and "=?" not in name else f"{_header_text(name)} <{address}>"
+    )
 
 
 def compose_mail(draft: Draft, rendered: dict[str, Any]) -> Message:
@@ -3508,7 +3655,13 @@ def compose_mail(draft: Draft, rendered: dict[str, Any]) -> Message:
     out = io.BytesIO()
     policy = compat32.clone(linesep="\r\n", max_line_length=998)
     BytesGenerator(out, mangle_from_=False, maxheaderlen=998, policy=policy).flatten(mail)
-    return Message(out.getvalue().decode("utf-8", "surrogateescape"), "message/rfc822", subject, to, {"subject": subject, **rendered, "to": to})
+    return Message(
+        out.getvalue().decode("utf-8", "surrogateescape"),
+        "message/rfc822",
+        subject,
+        to,
+        {"subject": subject, **rendered, "to": to},
+    )
 
 
 def missing_address(draft: Draft) -> str | None:
@@ -3570,20 +3723,28 @@ class Room:
     def fit(self, total: int, senders: Iterable[str]) -> None:
         """Take over a new config; what is under way stays counted."""
         self.total = total
-        self.under_way = {name: self.under_way.get(name, 0) for name in {*senders, *(n for n, c in self.under_way.items() if c)}}
+        self.under_way = {
+            name: self.under_way.get(name, 0) for name in {*senders, *(n for n, c in self.under_way.items() if c)}
+        }
 
 
 def store_message(job_id: int, message: Message) -> None:
     """Keep a composed message until its job is final: every try sends the same bytes."""
     kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
-    execute("UPDATE jobs SET message = ? WHERE id = ?", json.dumps({**kept, "summary": message.summary}, ensure_ascii=True), job_id)
+    execute(
+        "UPDATE jobs SET message = ? WHERE id = ?",
+        json.dumps({**kept, "summary": message.summary}, ensure_ascii=True),
+        job_id,
+    )
 
 
 def _kept_message(text: str) -> Message:
     return Message(**json.loads(text))
 
 
-def _end_without_sending(config: Config, job_id: int, run_id: int, workflow: str | None, step: str, state: str, reason: str, now: int) -> None:
+def _end_without_sending(
+    config: Config, job_id: int, run_id: int, workflow: str | None, step: str, state: str, reason: str, now: int
+) -> None:
     move(Job, job_id, "active", state, finished_at=now, reason=reason, message=None)
     log.warning("job %s %s: %s", job_id, state, one_line(reason))
     go_on(config, run_id, workflow, step, now)
@@ -3669,7 +3830,9 @@ def rebind_jobs(config: Config, now: int) -> None:
             if state == "delayed":
                 move(Job, job_id, "delayed", "waiting")
             move(Job, job_id, "waiting", "active", taken_at=now)
-            _end_without_sending(config, job_id, run_id, workflow_name, step_id, "failed", f"sender {name!r} removed", now)
+            _end_without_sending(
+                config, job_id, run_id, workflow_name, step_id, "failed", f"sender {name!r} removed", now
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3699,7 +3862,10 @@ def judge_status(status: int, location: str = "") -> tuple[str, str]:
     if 200 <= status < 300:
         return "sent", ""
     if 300 <= status < 400:
-        return "permanent", f"HTTP {status}: a redirect to {location or 'nowhere'}, which is not followed; set that URL instead"
+        return (
+            "permanent",
+            f"HTTP {status}: a redirect to {location or 'nowhere'}, which is not followed; set that URL instead",
+        )
     if status in (408, 425, 429) or status >= 500:
         return "temporary", f"HTTP {status}"
     return "permanent", f"HTTP {status}"
@@ -3755,15 +3921,21 @@ class Senders:
             "webhook-timestamp": str(timestamp_s),
         }
         if settings.secret is not None:
-            headers["webhook-signature"] = sign_webhook(settings.secret.get_secret_value(), claim.public_id, timestamp_s, body)
+            headers["webhook-signature"] = sign_webhook(
+                settings.secret.get_secret_value(), claim.public_id, timestamp_s, body
+            )
         if self.session is None:
             connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
-            self.session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar())
+            self.session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar()
+            )
         try:
             async with self.session.post(settings.url, data=body, headers=headers, allow_redirects=False) as reply:
                 said = short_reply(await reply.content.read(MAX_REPLY))
                 outcome, reason = judge_status(reply.status, _shown_url(reply.headers.get("Location", "")))
-                span, instant = parse_retry_after(reply.headers.get("Retry-After")) if outcome == "temporary" else (None, None)
+                span, instant = (
+                    parse_retry_after(reply.headers.get("Retry-After")) if outcome == "temporary" else (None, None)
+                )
                 said = f"{reason}: {said}" if reason and said else reason or said
                 return result_of(claim, outcome, said or None, reply.status, span, instant)
         except aiohttp.ClientError as error:
@@ -3840,7 +4012,9 @@ async def send_mail(claim: Claim, message: Message) -> SendResult:
             if not client.supports_extension("smtputf8"):
                 return result_of(claim, "permanent", f"{to} needs SMTPUTF8, which the mail server does not offer")
             options = ["SMTPUTF8"]
-        _, said = await client.sendmail(sender, [to], message.body.encode("utf-8", "surrogateescape"), mail_options=options)
+        _, said = await client.sendmail(
+            sender, [to], message.body.encode("utf-8", "surrogateescape"), mail_options=options
+        )
         return result_of(claim, "sent", short_reply(said.encode()), 250)
     except Exception as error:
         return _judge_mail_error(claim, error)
@@ -3892,9 +4066,7 @@ def send_to_log(claim: Claim, message: Message) -> SendResult:
 # Writes down what came of a try and decides what follows: done, another try, or giving up. Owns the moves of jobs out
 # of active and the end of attempts.
 
-_FINISH_ATTEMPT = (
-    "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ? WHERE id = ? AND outcome IS NULL"
-)
+_FINISH_ATTEMPT = "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ? WHERE id = ? AND outcome IS NULL"
 
 
 def next_try_at(sender: SenderSettings, tries: int, now: int, result: SendResult) -> int | None:
@@ -3965,15 +4137,21 @@ def recover_interrupted(config: Config, now: int) -> int:
     active -> waiting, at once and without using up the plan; after three interruptions in a row active -> failed, for
     then the message is held to be the cause.
     """
-    found = rows("SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'active'")
+    found = rows(
+        "SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'active'"
+    )
     for job_id, run_id, step, tries, workflow in found:
         execute(
             "UPDATE attempts SET finished_at = ?, outcome = 'interrupted', reason = 'the process ended during the try'"
             " WHERE job_id = ? AND outcome IS NULL", now, job_id
         )  # fmt: skip
-        latest = rows("SELECT outcome FROM attempts WHERE job_id = ? ORDER BY number DESC LIMIT ?", job_id, MAX_INTERRUPTIONS)
+        latest = rows(
+            "SELECT outcome FROM attempts WHERE job_id = ? ORDER BY number DESC LIMIT ?", job_id, MAX_INTERRUPTIONS
+        )
         if len(latest) == MAX_INTERRUPTIONS and all(outcome == "interrupted" for (outcome,) in latest):
-            move(Job, job_id, "active", "failed", finished_at=now, reason="the process ended three times during the try")
+            move(
+                Job, job_id, "active", "failed", finished_at=now, reason="the process ended three times during the try"
+            )
             if tries == 0:
                 go_on(config, run_id, workflow, step, now)
             else:
@@ -4079,7 +4257,10 @@ def purge(before: int, limit: int = 50) -> int:
     )  # fmt: skip
     for (run_id,) in old:
         runs, digests, events = _digest_tree(run_id)
-        jobs = [found[0] for found in rows("SELECT id FROM jobs WHERE run_id IN (SELECT value FROM json_each(?))", json.dumps(runs))]
+        jobs = [
+            found[0]
+            for found in rows("SELECT id FROM jobs WHERE run_id IN (SELECT value FROM json_each(?))", json.dumps(runs))
+        ]
         _delete("attempts", "job_id", jobs)
         _delete("inbox_messages", "job_id", jobs)
         _delete("jobs", "id", jobs)
@@ -4092,10 +4273,14 @@ def purge(before: int, limit: int = 50) -> int:
 
 def _purge_discarded(before: int, limit: int) -> int:
     """Windows that were emptied, and events that were cancelled, go the same way."""
-    digests = [found[0] for found in rows("SELECT id FROM digests WHERE state = 'discarded' AND closed_at < ? LIMIT ?", before, limit)]
+    digests = [
+        found[0]
+        for found in rows("SELECT id FROM digests WHERE state = 'discarded' AND closed_at < ? LIMIT ?", before, limit)
+    ]
     if digests:
         execute(
-            "DELETE FROM events WHERE state = 'cancelled' AND digest_id IN (SELECT value FROM json_each(?))", json.dumps(digests)
+            "DELETE FROM events WHERE state = 'cancelled' AND digest_id IN (SELECT value FROM json_each(?))",
+            json.dumps(digests),
         )
         _delete("digests", "id", digests)
     return len(digests)
@@ -4126,7 +4311,10 @@ def notify_systemd(text: str) -> None:
     """Tell systemd a state, such as READY=1; nothing where there is no systemd. A socket that is gone is no trouble."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path[:1] in ("/", "@"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line,
+        ):
             line.sendto(text.encode(), "\0" + path[1:] if path[0] == "@" else path)
 
 
@@ -4275,7 +4463,9 @@ class Daemon:
             return True
         try:
             wake_at = next_wake_at()
-            return (wake_at is not None and wake_at <= self.clock.now()) or row("PRAGMA data_version")[0] != database.seen_version
+            return (wake_at is not None and wake_at <= self.clock.now()) or row("PRAGMA data_version")[
+                0
+            ] != database.seen_version
         except peewee.DatabaseError:
             return True
 
@@ -4493,7 +4683,13 @@ class Daemon:
         import schedule
 
         chores = schedule.Scheduler()
-        for every_s, chore in ((60, self._look_at_config), (60, self._tend_wal), (300, self._purge), (60, self._tell_status), (21_600, self._optimize)):
+        for every_s, chore in (
+            (60, self._look_at_config),
+            (60, self._tend_wal),
+            (300, self._purge),
+            (60, self._tell_status),
+            (21_600, self._optimize),
+        ):
             chores.every(every_s).seconds.do(self._guarded, chore)
         return chores
 
@@ -4558,7 +4754,9 @@ def touched_work(old: Config, new: Config) -> str:
         if new.workflows.get(name) != workflow:
             windows = row("SELECT count(*) FROM digests WHERE workflow = ? AND state IN ('open', 'held')", name)[0]
             if windows:
-                counted.append(f"{windows} open windows of {name}" + ("" if name in new.workflows else ", which is gone"))
+                counted.append(
+                    f"{windows} open windows of {name}" + ("" if name in new.workflows else ", which is gone")
+                )
     return ", ".join(counted)
 
 
@@ -4671,7 +4869,9 @@ class Api:
 
         self.daemon = daemon
         self.keys = [key.get_secret_value().encode() for key in daemon.config.api.keys]
-        server = web.Server(self._serve, request_factory=self._request, access_log=None, keepalive_timeout=75, lingering_time=2)
+        server = web.Server(
+            self._serve, request_factory=self._request, access_log=None, keepalive_timeout=75, lingering_time=2
+        )
         self.runner = web.ServerRunner(server, shutdown_timeout=5)
         await self.runner.setup()
         for text in daemon.config.api.listen:
@@ -4696,7 +4896,12 @@ class Api:
             where = listen.host if listen.kind == "unix" else f"{listen.host}:{listen.port}"
             hint = "another program uses it; ss -ltnp shows which" if error.errno == 98 else ""
             raise DigestdError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}", hint) from None
-        log.info("the API listens on %s", "systemd's sockets" if listen.kind == "systemd" else listen.host + (f":{listen.port}" if listen.port else ""))
+        log.info(
+            "the API listens on %s",
+            "systemd's sockets"
+            if listen.kind == "systemd"
+            else listen.host + (f":{listen.port}" if listen.port else ""),
+        )
 
     async def stop(self) -> None:
         """Take no new connections; let requests under way end."""
@@ -4721,7 +4926,9 @@ class Api:
                 raise Rejected(401, "the Authorization header is missing or its ApiKey is not known")
             answer = await self._route(request, path)
         except Rejected as error:
-            answer = Answer(error.status, error_body(error.status, error.message, path, self.daemon.clock.now(), error.field))
+            answer = Answer(
+                error.status, error_body(error.status, error.message, path, self.daemon.clock.now(), error.field)
+            )
             keep_alive = error.status != 413
         except (TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self.daemon.stopping:
@@ -4844,7 +5051,9 @@ def _trigger_answer(answer: TriggerAnswer) -> dict[str, Any]:
 def systemd_sockets() -> list[socket.socket]:
     """The listening sockets that systemd hands over. Raises DigestdError when there are none."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
-        raise DigestdError('api.listen says "systemd", but systemd hands over no sockets', "start it from its socket unit")
+        raise DigestdError(
+            'api.listen says "systemd", but systemd hands over no sockets', "start it from its socket unit"
+        )
     found = [socket.socket(fileno=3 + number) for number in range(int(os.environ.get("LISTEN_FDS", "0")))]
     for handed in found:
         handed.setblocking(False)
@@ -4884,7 +5093,9 @@ class Simulation:
         self.clock = VirtualClock(0)
         self.room = Room(1_000_000, config.senders)
         self.replies: dict[str, list[SimulatedReply]] = {}
-        self.seen: dict[str, int] = dict.fromkeys(("events", "digests", "attempts", "runs", "inbox_messages"), 0)
+        self.seen: dict[str, int] = dict.fromkeys(
+            ("events", "failed events", "digests", "attempts", "inbox_messages"), 0
+        )
         self.live_windows: dict[int, tuple[str, int]] = {}
         self.down_until = 0
         self.kept: dict[int, Claim] = {}  # by job: what was sent
@@ -4923,10 +5134,14 @@ class Simulation:
         return None if wake_at is None else max(wake_at, self.down_until, self.clock.at)
 
     def _is_alive(self) -> bool:
-        """Whether a window, hold, delay or retry is left; repeatables do not keep it going."""
+        """Whether a window, hold, delay or retry is left; what repeatables do and trigger does not keep it going."""
+        own = "transaction_id NOT LIKE 'repeat %'"
         return bool(
-            row("SELECT 1 FROM digests WHERE state IN ('open', 'held') LIMIT 1")
-            or row("SELECT 1 FROM events WHERE state = 'received' LIMIT 1")
+            row("SELECT 1 FROM events WHERE state = 'received' LIMIT 1")
+            or row(
+                f"SELECT 1 FROM digests d WHERE state IN ('open', 'held') AND (EXISTS (SELECT 1 FROM events e"
+                f" WHERE e.digest_id = d.id AND {own}) OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id))"
+            )
             or row(
                 f"SELECT 1 FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state IN {UNFINISHED}"
                 " AND (r.repeatable_id IS NULL OR j.tries > 0) LIMIT 1"
@@ -5040,7 +5255,9 @@ class Simulation:
         upsert_repeatable(spec_of(self.config, fields["name"], settings), "command", self.clock.now())
 
     def _remove(self, key: Any) -> None:
-        found = row("SELECT id, name, state FROM repeatables WHERE (key = ? OR name = ?) AND state <> 'retired'", key, key)
+        found = row(
+            "SELECT id, name, state FROM repeatables WHERE (key = ? OR name = ?) AND state <> 'retired'", key, key
+        )
         if not found:
             raise Rejected(404, f"no repeatable has the key {key!r}")
         retire_repeatable(*found, self.clock.now())
@@ -5053,7 +5270,7 @@ class Simulation:
             raise Rejected(400, "a reply is an object with the name of a sender, a status, and times")
         status = order.get("status")
         if status != "timeout" and not str(status).isdigit():
-            raise Rejected(400, f"{status!r} is no status; write 503, \"451\" or \"timeout\"")
+            raise Rejected(400, f'{status!r} is no status; write 503, "451" or "timeout"')
         retry_after = order.get("retry_after")
         reply = SimulatedReply(status, parse_duration(retry_after) if retry_after is not None else None)
         self.replies.setdefault(order["sender"], []).extend([reply] * int(order.get("times", 1)))
@@ -5061,7 +5278,11 @@ class Simulation:
     # -- telling what happened, from the rows --------------------------------------------------------------------------
 
     def _told(self, what: str, **fields: Any) -> dict[str, Any]:
-        return {"at": iso_text(self.clock.now()), "what": what, **{name: value for name, value in fields.items() if value is not None}}
+        return {
+            "at": iso_text(self.clock.now()),
+            "what": what,
+            **{name: value for name, value in fields.items() if value is not None},
+        }
 
     def _new_rows(self, table: str, columns: str) -> list[Any]:
         found = rows(f"SELECT id, {columns} FROM {table} WHERE id > ? ORDER BY id", self.seen[table])
@@ -5070,32 +5291,41 @@ class Simulation:
         return found
 
     def _news(self) -> Iterator[dict[str, Any]]:
-        """What the rows say has happened since the last look."""
-        yield from self._event_news()
+        """What the rows say has happened since the last look: what joined, what ended, what began after it."""
+        opened = {found[0] for found in self._new_rows("digests", "state")}
+        arrivals = self._arrivals()
+        yield from self._arrival_news(
+            {window: came for window, came in arrivals.items() if window not in opened}, False
+        )
         yield from self._window_news()
+        self.live_windows |= {window: ("open", 0) for window in sorted(opened)}
+        yield from self._arrival_news({window: came for window, came in arrivals.items() if window in opened}, True)
+        yield from self._window_news()
+        yield from self._failed_event_news()
         yield from self._job_news()
         yield from self._spec_news()
 
-    def _event_news(self) -> Iterator[dict[str, Any]]:
-        opened = {found[0] for found in self._new_rows("digests", "state")}
-        for window_id in opened:
-            self.live_windows[window_id] = ("open", 0)
-        for digest_id, joined_events in self._arrivals().items():
+    def _arrival_news(self, arrivals: dict[int, list[list[str]]], new: bool) -> Iterator[dict[str, Any]]:
+        for digest_id, came in arrivals.items():
             workflow, step, subscriber_id, key, closes_at = row(
                 "SELECT workflow, step, subscriber_id, key, closes_at FROM digests WHERE id = ?", digest_id
             )
-            for number, transaction_ids in enumerate(joined_events):
-                what = "opened" if digest_id in opened and number == 0 else "joined"
+            for number, transaction_ids in enumerate(came):
                 yield self._told(
-                    what, workflow=workflow, step=step, subscriberId=subscriber_id, key=_key_value(key),
-                    transactionIds=transaction_ids, closesAt=iso_text(closes_at),
+                    "opened" if new and number == 0 else "joined", workflow=workflow, step=step,
+                    subscriberId=subscriber_id, key=_key_value(key), transactionIds=transaction_ids,
+                    closesAt=iso_text(closes_at),
                 )  # fmt: skip
-        for workflow, subscriber_id, transaction_id, reason in rows(
-            "SELECT workflow, subscriber_id, transaction_id, reason FROM events WHERE state = 'failed' AND finished_at = ? AND id > ?",
-            self.clock.now(), self.seen.get("failed_events", 0),
+
+    def _failed_event_news(self) -> Iterator[dict[str, Any]]:
+        for event_id, workflow, subscriber_id, transaction_id, reason in rows(
+            "SELECT id, workflow, subscriber_id, transaction_id, reason FROM events WHERE state = 'failed' AND id > ?",
+            self.seen["failed events"],
         ):
-            yield self._told("failed", workflow=workflow, subscriberId=subscriber_id, transactionIds=[transaction_id], reason=reason)
-        self.seen["failed_events"] = (row("SELECT max(id) FROM events WHERE state = 'failed'") or (0,))[0] or 0
+            self.seen["failed events"] = event_id
+            yield self._told(
+                "failed", workflow=workflow, subscriberId=subscriber_id, transactionIds=[transaction_id], reason=reason
+            )
 
     def _arrivals(self) -> dict[int, list[list[str]]]:
         """By window, the arrivals since the last look: each the transaction ids that came in together."""
@@ -5118,7 +5348,8 @@ class Simulation:
     def _window_news(self) -> Iterator[dict[str, Any]]:
         for window_id, (old_state, old_waits) in list(self.live_windows.items()):
             state, waits, due_at, workflow, step, subscriber_id, key, reason = row(
-                "SELECT state, waits, due_at, workflow, step, subscriber_id, key, reason FROM digests WHERE id = ?", window_id
+                "SELECT state, waits, due_at, workflow, step, subscriber_id, key, reason FROM digests WHERE id = ?",
+                window_id,
             )
             if (state, waits) == (old_state, old_waits):
                 continue
@@ -5148,7 +5379,9 @@ class Simulation:
             if what == "retrying" and state == "failed":
                 what, reason = "failed", job_reason
             until = iso_text(due_at) if what == "retrying" else None
-            yield self._told(what, **self._job_fields(job_id), attempt=number, reason=reason if what != "sent" else None, until=until)
+            yield self._told(
+                what, **self._job_fields(job_id), attempt=number, reason=reason if what != "sent" else None, until=until
+            )
         for job_id, state, reason in rows(
             "SELECT j.id, j.state, j.reason FROM jobs j WHERE j.finished_at = ? AND j.state IN ('skipped', 'failed')"
             " AND NOT EXISTS (SELECT 1 FROM attempts a WHERE a.job_id = j.id) ORDER BY j.id", self.clock.now()
@@ -5229,7 +5462,9 @@ def find_config(given: str | None) -> pathlib.Path:
     for place in CONFIG_PLACES:
         if pathlib.Path(place).exists():
             return pathlib.Path(place)
-    raise ConfigError([Problem(CONFIG_PLACES[0], 0, "", "is not there; name a config with --config, or copy config.example.toml")])
+    raise ConfigError(
+        [Problem(CONFIG_PLACES[0], 0, "", "is not there; name a config with --config, or copy config.example.toml")]
+    )
 
 
 def config_of(arguments: argparse.Namespace, secrets: bool = False, templates: bool = False) -> Config:
@@ -5253,6 +5488,8 @@ def store_of(config: Config, must_exist: bool = True) -> Iterator[int]:
     finally:
         if lock is not None:
             lock.release()
+    # What others wrote badly must not hide the rest from a person who looks.
+    database.connection().text_factory = lambda data: data.decode("utf-8", "replace")
     try:
         yield now
     finally:
@@ -5317,7 +5554,11 @@ def command_check(arguments: argparse.Namespace) -> int:
         config = config_of(arguments, secrets=True, templates=True)
     except ConfigError as error:
         if arguments.json:
-            print(json.dumps({"ok": False, "problems": [problem._asdict() for problem in error.problems]}, ensure_ascii=False))
+            print(
+                json.dumps(
+                    {"ok": False, "problems": [problem._asdict() for problem in error.problems]}, ensure_ascii=False
+                )
+            )
         else:
             print("\n".join(map(str, error.problems)))
         return error.exit_code
@@ -5384,7 +5625,11 @@ def command_trigger(arguments: argparse.Namespace) -> int:
             answer, events = record_trigger(trigger, now)
     for reason in answer.errors:
         print(f"digestd: {reason}", file=sys.stderr)
-    text = f"recorded {len(events)} events, transaction id {answer.transaction_id}" if events else f"nothing new: transaction id {answer.transaction_id} is known"
+    text = (
+        f"recorded {len(events)} events, transaction id {answer.transaction_id}"
+        if events
+        else f"nothing new: transaction id {answer.transaction_id} is known"
+    )
     if not answer.errors:
         show(arguments, {"transactionId": answer.transaction_id, "recorded": len(events)}, text)
     return 1 if answer.errors else 0
@@ -5414,7 +5659,11 @@ def _trigger_lines(arguments: argparse.Namespace, config: Config) -> int:
             if len(batch) >= BATCH:
                 recorded += flush()
         recorded += flush()
-    show(arguments, {"recorded": recorded, "refused": refused}, f"recorded {recorded} events" + (f", refused {refused} lines" if refused else ""))
+    show(
+        arguments,
+        {"recorded": recorded, "refused": refused},
+        f"recorded {recorded} events" + (f", refused {refused} lines" if refused else ""),
+    )
     return 1 if refused else 0
 
 
@@ -5430,7 +5679,9 @@ def command_cancel(arguments: argparse.Namespace) -> int:
     config = config_of(arguments)
     with store_of(config) as now, _store_errors(str(config.database)), transaction():
         cancelled = cancel_transaction(arguments.transaction_id, now)
-    show(arguments, {"cancelled": cancelled}, "cancelled" if cancelled else "nothing to cancel: unknown, or already sent")
+    show(
+        arguments, {"cancelled": cancelled}, "cancelled" if cancelled else "nothing to cancel: unknown, or already sent"
+    )
     return 0 if cancelled else 1
 
 
@@ -5451,7 +5702,13 @@ def command_status(arguments: argparse.Namespace) -> int:
             )
         )
         refused, wake_at = remembered("config_refused"), next_wake_at()
-        facts = {"running": holder is not None, "pid": holder, **counts, "next": None if wake_at is None else iso_text(wake_at), "configRefused": refused}
+        facts = {
+            "running": holder is not None,
+            "pid": holder,
+            **counts,
+            "next": None if wake_at is None else iso_text(wake_at),
+            "configRefused": refused,
+        }
         trouble = row("SELECT count(*) FROM v_trouble")[0]
         if arguments.json:
             names = ("what", "id", "name", "subscriberId", "since", "reason", "hint")
@@ -5466,7 +5723,9 @@ def command_status(arguments: argparse.Namespace) -> int:
             if refused:
                 print(f"\nThe config on disk is refused; the daemon goes on with the one before:\n{refused}")
             print(f"\n{trouble} need a hand:" if trouble else "\nnothing needs a hand")
-            show_table(arguments, "SELECT what, id, name, subscriber_id, since_utc, reason, hint FROM v_trouble LIMIT 20")
+            show_table(
+                arguments, "SELECT what, id, name, subscriber_id, since_utc, reason, hint FROM v_trouble LIMIT 20"
+            )
     return 1 if trouble or refused else 0
 
 
@@ -5486,7 +5745,11 @@ def command_retry(arguments: argparse.Namespace) -> int:
     if (arguments.job is None) == (not arguments.all):
         raise UsageError("retry takes the number of a JOB, or --all")
     with store_of(config) as now, _store_errors(str(config.database)), transaction():
-        wanted = [found[0] for found in rows("SELECT id FROM jobs WHERE state = 'failed'")] if arguments.all else [arguments.job]
+        wanted = (
+            [found[0] for found in rows("SELECT id FROM jobs WHERE state = 'failed'")]
+            if arguments.all
+            else [arguments.job]
+        )
         retried = sum(retry_job(job_id, now) for job_id in wanted)
     show(arguments, {"retried": retried}, f"{retried} jobs are tried again" if retried else "no such job has failed")
     return 0 if retried or arguments.all else 1
@@ -5500,19 +5763,26 @@ def command_sql(arguments: argparse.Namespace) -> int:
     shell = shutil.which("sqlite3")
     if shell is None:
         if not arguments.query:
-            raise StoreError("the sqlite3 shell is not installed", "install it, or give a query: digestd sql 'SELECT * FROM v_trouble'")
+            raise StoreError(
+                "the sqlite3 shell is not installed",
+                "install it, or give a query: digestd sql 'SELECT * FROM v_trouble'",
+            )
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             for found in connection.execute(arguments.query):
                 print("|".join("" if value is None else str(value) for value in found))
         return 0
     form = ["-json"] if arguments.json else ["-box"]
-    return subprocess.call([shell, "-readonly", *form, "-cmd", ".timeout 5000", str(path), *([arguments.query] if arguments.query else [])])
+    return subprocess.call(
+        [shell, "-readonly", *form, "-cmd", ".timeout 5000", str(path), *([arguments.query] if arguments.query else [])]
+    )
 
 
 def command_schema(arguments: argparse.Namespace) -> int:
     """The JSON Schema of the config, for editors."""
     schema = Config.model_json_schema(mode="validation")
-    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "digestd", **schema}, indent=2))
+    print(
+        json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "digestd", **schema}, indent=2)
+    )
     return 0
 
 
@@ -5552,7 +5822,7 @@ def command_next(arguments: argparse.Namespace) -> int:
                     print(json.dumps(_answer_rule(line, now), ensure_ascii=False))
         return 0
     if arguments.rule is None:
-        raise UsageError("next needs a RULE: a cron text, \"every 15m\", or \"daily at 09:00\"")
+        raise UsageError('next needs a RULE: a cron text, "every 15m", or "daily at 09:00"')
     offset_ms = parse_duration(arguments.offset) if arguments.offset else 0
     zone = load_zone(arguments.timezone)
     at = parse_instant(arguments.start) if arguments.start else now
@@ -5596,7 +5866,13 @@ def _in_words(told: dict[str, Any]) -> str:
         parts.append(f"[{told.get('channel') or 'message'} by {told.get('sender') or 'the feed'}]")
     if told.get("eventCount"):
         parts.append(f"{told['eventCount']} event{'s' if told['eventCount'] != 1 else ''}")
-    for name, word in (("closesAt", "closes"), ("until", "until"), ("slot", "slot"), ("count", "run"), ("reason", "because:")):
+    for name, word in (
+        ("closesAt", "closes"),
+        ("until", "until"),
+        ("slot", "slot"),
+        ("count", "run"),
+        ("reason", "because:"),
+    ):
         if told.get(name) is not None:
             parts.append(f"{word} {told[name]}")
     subject_line = (told.get("message") or {}).get("subject") if isinstance(told.get("message"), dict) else None
@@ -5607,20 +5883,30 @@ def _in_words(told: dict[str, Any]) -> str:
 
 
 def _common(parser: argparse.ArgumentParser, top: bool) -> None:
-    missing: Any = None if top else argparse.SUPPRESS  # so that an option before the command is not overwritten after it
+    missing: Any = (
+        None if top else argparse.SUPPRESS
+    )  # so that an option before the command is not overwritten after it
     parser.add_argument("--config", metavar="FILE", default=missing, help="the config file")
     parser.add_argument("--json", action="store_true", default=False if top else argparse.SUPPRESS, help="print JSON")
-    parser.add_argument("--debug", action="store_true", default=False if top else argparse.SUPPRESS, help="log more; show traces")
+    parser.add_argument(
+        "--debug", action="store_true", default=False if top else argparse.SUPPRESS, help="log more; show traces"
+    )
 
 
 def _add_event_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     trigger = add("trigger", command_trigger, "record an event")
     trigger.add_argument("workflow", nargs="?", metavar="WORKFLOW")
-    trigger.add_argument("--to", metavar="ID", action="append", help="a subscriber id, or JSON with subscriberId; may be repeated")
+    trigger.add_argument(
+        "--to", metavar="ID", action="append", help="a subscriber id, or JSON with subscriberId; may be repeated"
+    )
     trigger.add_argument("--payload", metavar="JSON", help="the payload: JSON, @file, or - for standard input")
     trigger.add_argument("--transaction-id", metavar="ID")
-    trigger.add_argument("--jsonl", metavar="FILE", help="one trigger a line, as the API takes them; - for standard input")
-    add("cancel", command_cancel, "cancel what is unfinished of a transaction").add_argument("transaction_id", metavar="TRANSACTION_ID")
+    trigger.add_argument(
+        "--jsonl", metavar="FILE", help="one trigger a line, as the API takes them; - for standard input"
+    )
+    add("cancel", command_cancel, "cancel what is unfinished of a transaction").add_argument(
+        "transaction_id", metavar="TRANSACTION_ID"
+    )
 
 
 def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -5633,7 +5919,9 @@ def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     retry = add("retry", command_retry, "try failed jobs again")
     retry.add_argument("job", nargs="?", type=int, metavar="JOB")
     retry.add_argument("--all", action="store_true")
-    add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument("query", nargs="?", metavar="SQL")
+    add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument(
+        "query", nargs="?", metavar="SQL"
+    )
     add("schema", command_schema, "the JSON Schema of the config, for editors")
 
 

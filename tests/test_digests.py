@@ -70,7 +70,14 @@ def test_equal_json_values_are_one_group_and_no_others(world, payloads, groups):
 
 def test_a_nested_key_groups_and_odd_payloads_count_as_without_one(world):
     w = world(BASIC.replace("payload.postId", "payload.a.b"))
-    for payload in ({"a.b": "x"}, {"a": None}, {"a": [{"b": "x"}]}, {"a": "text"}, {"a": {"b": "x"}}, {"a": {"b": "x"}}):
+    for payload in (
+        {"a.b": "x"},
+        {"a": None},
+        {"a": [{"b": "x"}]},
+        {"a": "text"},
+        {"a": {"b": "x"}},
+        {"a": {"b": "x"}},
+    ):
         w.trigger("comments", payload=payload)
     assert w.rows("SELECT key, events FROM v_digests ORDER BY key") == [("", 4), ('"x"', 2)]
 
@@ -191,7 +198,11 @@ def test_a_run_merged_into_a_later_window_can_be_cancelled_out_of_it(world):
 def test_a_row_of_another_program_is_placed_and_a_bad_one_fails_alone(world):
     w = world()
     for payload in ('{"postId":1,"n":1}', "[1]", '{"x":NaN}', "nonsense", '{"postId":1,"n":2}'):
-        w.rows("INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', ?, ?)", payload, START)
+        w.rows(
+            "INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', ?, ?)",
+            payload,
+            START,
+        )
     w.rows("INSERT INTO events (workflow, subscriber_id, received_at) VALUES ('nothing', 's1', ?)", START)
     w.rows("INSERT INTO events (workflow, subscriber_id, received_at) VALUES ('comments', '', ?)", START)
     w.advance("10m")

@@ -1,0 +1,281 @@
+CREATE INDEX digest_runs_of_digest ON digest_runs (digest_id);
+
+CREATE INDEX digests_due ON digests (due_at) WHERE state IN ('open', 'held');
+
+CREATE INDEX events_failed ON events (id) WHERE state = 'failed';
+
+CREATE INDEX events_of_digest ON events (digest_id) WHERE digest_id IS NOT NULL;
+
+CREATE INDEX events_received ON events (id) WHERE state = 'received';
+
+CREATE UNIQUE INDEX events_transaction ON events (transaction_id, subscriber_id, workflow) WHERE transaction_id IS NOT NULL;
+
+CREATE INDEX inbox_of_subscriber ON inbox_messages (subscriber_id, id);
+
+CREATE INDEX jobs_active ON jobs (id) WHERE state = 'active';
+
+CREATE INDEX jobs_delayed ON jobs (due_at) WHERE state = 'delayed';
+
+CREATE INDEX jobs_failed ON jobs (id) WHERE state = 'failed';
+
+CREATE INDEX jobs_waiting ON jobs (sender, due_at) WHERE state = 'waiting';
+
+CREATE UNIQUE INDEX one_open_window ON digests (subscriber_id, workflow, step, key) WHERE state IN ('open', 'held');
+
+CREATE UNIQUE INDEX one_pending_run ON runs (repeatable_id)
+    WHERE repeatable_id IS NOT NULL AND taken_at IS NULL AND state = 'active';
+
+CREATE UNIQUE INDEX runs_digest ON runs (digest_id) WHERE digest_id IS NOT NULL;
+
+CREATE UNIQUE INDEX runs_event ON runs (event_id) WHERE event_id IS NOT NULL;
+
+CREATE INDEX runs_finished ON runs (finished_at) WHERE state IN ('completed', 'cancelled');
+
+CREATE INDEX runs_next ON runs (next_at) WHERE next_at IS NOT NULL;
+
+CREATE UNIQUE INDEX runs_seq ON runs (repeatable_id, seq) WHERE repeatable_id IS NOT NULL;
+
+CREATE TABLE attempts (                 -- one row per try, written before the send
+    id              INTEGER PRIMARY KEY,
+    job_id          INTEGER NOT NULL REFERENCES jobs (id),
+    number          INTEGER NOT NULL,   -- 1 for the first
+    started_at      INTEGER NOT NULL,
+    finished_at     INTEGER,
+    outcome         TEXT CHECK (outcome IN ('sent', 'temporary', 'permanent', 'interrupted')),
+    status_code     INTEGER,            -- HTTP status or SMTP reply code
+    reason          TEXT,               -- what the other side said, or what went wrong
+    took_ms         INTEGER,
+    UNIQUE (job_id, number),
+    CHECK ((outcome IS NULL) = (finished_at IS NULL))
+) STRICT;
+
+CREATE TABLE digest_runs (              -- a run that joined a later window, as a whole
+    run_id          INTEGER PRIMARY KEY REFERENCES runs (id),
+    digest_id       INTEGER NOT NULL REFERENCES digests (id),
+    joined_at       INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE digests (
+    id              INTEGER PRIMARY KEY,
+    workflow        TEXT NOT NULL,
+    step            TEXT NOT NULL,      -- id of the digest step
+    subscriber_id   TEXT NOT NULL,      -- public id
+    key             TEXT NOT NULL,      -- canonical JSON of the digest key's value; '' = the group without one
+    state           TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'held', 'closed', 'discarded')),
+    opened_at       INTEGER NOT NULL CHECK (opened_at > 100000000000),
+    closes_at       INTEGER NOT NULL CHECK (closes_at > opened_at),     -- the plan, fixed by the first event
+    due_at          INTEGER NOT NULL,   -- when it is looked at next: closes_at, or the end of a hold
+    waits           INTEGER NOT NULL DEFAULT 0,                         -- holds for the subscriber's hours so far
+    held_at         INTEGER,            -- when the latest hold began
+    closed_at       INTEGER,            -- when it was closed or discarded
+    reason          TEXT,               -- why it was discarded, or closed other than by time
+    CHECK ((state IN ('closed', 'discarded')) = (closed_at IS NOT NULL))
+) STRICT;
+
+CREATE TABLE events (
+    id              INTEGER PRIMARY KEY,
+    workflow        TEXT NOT NULL,
+    subscriber_id   TEXT NOT NULL,      -- public id; the subscriber is made when the event is placed
+    payload         TEXT NOT NULL DEFAULT '{}',                         -- a JSON object, checked when it is placed
+    transaction_id  TEXT,               -- the caller's id, recorded once per workflow and subscriber
+    received_at     INTEGER NOT NULL DEFAULT (CAST(round((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER)),
+    state           TEXT NOT NULL DEFAULT 'received' CHECK (state IN ('received', 'placed', 'cancelled', 'failed')),
+    digest_id       INTEGER REFERENCES digests (id),                    -- its first window; NULL: it went on alone
+    placed_at       INTEGER,
+    finished_at     INTEGER,            -- when it was cancelled or failed
+    reason          TEXT,
+    CHECK ((state IN ('cancelled', 'failed')) = (finished_at IS NOT NULL)),
+    CHECK (state <> 'placed' OR placed_at IS NOT NULL)
+) STRICT;
+
+CREATE TABLE inbox_messages (           -- the in-app feed
+    id              INTEGER PRIMARY KEY,
+    job_id          INTEGER NOT NULL UNIQUE REFERENCES jobs (id),
+    public_id       TEXT NOT NULL UNIQUE,
+    subscriber_id   TEXT NOT NULL,
+    workflow        TEXT NOT NULL,
+    subject         TEXT,
+    body            TEXT,
+    payload         TEXT NOT NULL,      -- JSON object: the first event's
+    created_at      INTEGER NOT NULL,
+    seen_at         INTEGER,
+    read_at         INTEGER,
+    archived_at     INTEGER
+) STRICT;
+
+CREATE TABLE jobs (
+    id              INTEGER PRIMARY KEY,
+    run_id          INTEGER NOT NULL REFERENCES runs (id),
+    step            TEXT NOT NULL,      -- id of the step; the repeatable's name for its runs
+    type            TEXT NOT NULL,      -- email, sms, push, chat, in_app, delay, digest, message, trigger
+    sender          TEXT,               -- name in the config
+    state           TEXT NOT NULL CHECK (state IN
+                        ('delayed', 'waiting', 'active', 'completed', 'failed', 'skipped', 'cancelled')),
+    due_at          INTEGER NOT NULL,   -- when it may be taken
+    tries           INTEGER NOT NULL DEFAULT 0,                         -- tries that reached a result and count for the plan
+    waits           INTEGER NOT NULL DEFAULT 0,                         -- holds for the subscriber's hours so far
+    public_id       TEXT NOT NULL,      -- the message's id outside: webhook-id, Message-ID; the same on every try
+    message         TEXT,               -- JSON: the message as rendered at the first try, until the job is final
+    created_at      INTEGER NOT NULL,
+    taken_at        INTEGER,            -- when the latest try began
+    finished_at     INTEGER,
+    reason          TEXT,
+    UNIQUE (run_id, step),
+    CHECK ((state IN ('completed', 'failed', 'skipped', 'cancelled')) = (finished_at IS NOT NULL))
+) STRICT;
+
+CREATE TABLE meta (
+    name        TEXT PRIMARY KEY,       -- what digestd remembers about itself: instance, config, last backup
+    value       TEXT NOT NULL,
+    updated_at  INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE repeatables (
+    id              INTEGER PRIMARY KEY,
+    key             TEXT NOT NULL UNIQUE,                               -- identity: name, job id, end, zone, rule
+    name            TEXT NOT NULL,
+    job_id          TEXT,
+    source          TEXT NOT NULL CHECK (source IN ('config', 'command', 'api')),
+    cron            TEXT,               -- exactly one of cron and every_ms
+    every_ms        INTEGER CHECK (every_ms > 0),
+    timezone        TEXT NOT NULL,
+    run_limit       INTEGER CHECK (run_limit > 0),                      -- at most this many runs ever
+    count           INTEGER NOT NULL DEFAULT 0,                         -- runs taken so far
+    seq             INTEGER NOT NULL DEFAULT 0,                         -- number of the latest planned run
+    action          TEXT NOT NULL,      -- JSON: what a run does
+    state           TEXT NOT NULL DEFAULT 'active' CHECK (state IN ('active', 'paused', 'finished', 'broken', 'retired')),
+    reason          TEXT,
+    created_at      INTEGER NOT NULL,
+    updated_at      INTEGER NOT NULL,
+    finished_at     INTEGER,
+    CHECK ((cron IS NULL) <> (every_ms IS NULL)),
+    CHECK ((state IN ('finished', 'retired')) = (finished_at IS NOT NULL))
+) STRICT;
+
+CREATE TABLE runs (
+    id              INTEGER PRIMARY KEY,
+    workflow        TEXT,               -- NULL for a repeatable that sends a message or triggers
+    subscriber_id   TEXT,
+    event_id        INTEGER REFERENCES events (id),                     -- exactly one of these three began it
+    digest_id       INTEGER REFERENCES digests (id),
+    repeatable_id   INTEGER REFERENCES repeatables (id),
+    seq             INTEGER,            -- of the repeatable's runs, from 1
+    slot_at         INTEGER,            -- the planned instant of a repeatable's run
+    taken_at        INTEGER,            -- when a repeatable's run was taken; NULL: it is the pending one
+    step            TEXT,               -- id of the step it began last; NULL: at the start
+    next_at         INTEGER,            -- when its next step begins; NULL: a step is under way, or it is over
+    state           TEXT NOT NULL DEFAULT 'active' CHECK (state IN ('active', 'completed', 'failed', 'cancelled', 'merged')),
+    created_at      INTEGER NOT NULL,
+    finished_at     INTEGER,
+    reason          TEXT,
+    CHECK ((event_id IS NOT NULL) + (digest_id IS NOT NULL) + (repeatable_id IS NOT NULL) = 1),
+    CHECK ((repeatable_id IS NOT NULL) = (seq IS NOT NULL AND slot_at IS NOT NULL)),
+    CHECK ((state = 'active') = (finished_at IS NULL))
+) STRICT;
+
+CREATE TABLE subscribers (
+    id              INTEGER PRIMARY KEY,
+    subscriber_id   TEXT NOT NULL UNIQUE CHECK (subscriber_id <> ''),   -- the public id; other tables point here
+    first_name      TEXT,
+    last_name       TEXT,
+    email           TEXT,
+    phone           TEXT,
+    avatar          TEXT,
+    locale          TEXT,
+    timezone        TEXT,               -- IANA name; NULL: the workflow's, else the daemon's
+    data            TEXT,               -- JSON object, free
+    schedule        TEXT,               -- JSON, weekly hours as in the API; NULL: always open
+    created_at      INTEGER NOT NULL,
+    updated_at      INTEGER NOT NULL
+) STRICT;
+
+CREATE VIEW v_attempts AS
+SELECT a.id, a.job_id AS job, a.number, j.sender, strftime('%Y-%m-%d %H:%M:%S', a.started_at / 1000, 'unixepoch') AS started_utc,
+       a.took_ms, coalesce(a.outcome, 'under way') AS outcome, a.status_code, a.reason
+FROM attempts a JOIN jobs j ON j.id = a.job_id
+ORDER BY a.id DESC;
+
+CREATE VIEW v_digests AS
+SELECT d.id, d.workflow, d.step, d.subscriber_id, d.key, d.state,
+       (SELECT count(*) FROM events e WHERE e.digest_id = d.id AND e.state = 'placed')
+       + (SELECT count(*) FROM digest_runs m WHERE m.digest_id = d.id) AS events,
+       strftime('%Y-%m-%d %H:%M:%S', d.opened_at / 1000, 'unixepoch') AS opened_utc,
+       strftime('%Y-%m-%d %H:%M:%S', d.closes_at / 1000, 'unixepoch') AS closes_utc,
+       CASE WHEN d.state = 'held' THEN strftime('%Y-%m-%d %H:%M:%S', d.due_at / 1000, 'unixepoch') END AS held_until_utc,
+       d.waits, strftime('%Y-%m-%d %H:%M:%S', d.closed_at / 1000, 'unixepoch') AS closed_utc,
+       CASE WHEN d.state IN ('open', 'held') AND now_at > d.due_at THEN round((now_at - d.due_at) / 1000.0, 1) END AS late_s,
+       d.reason
+FROM digests d, v_now
+ORDER BY d.id DESC;
+
+CREATE VIEW v_due AS
+SELECT what, id, name, strftime('%Y-%m-%d %H:%M:%S', due_at / 1000, 'unixepoch') AS due_utc,
+       round((now_at - due_at) / 1000.0, 1) AS late_s
+FROM (
+    SELECT 'event' AS what, id, workflow AS name, received_at AS due_at FROM events WHERE state = 'received'
+    UNION ALL
+    SELECT 'digest', id, workflow || '/' || step || ' ' || subscriber_id || ' ' || key, due_at
+    FROM digests WHERE state IN ('open', 'held')
+    UNION ALL
+    SELECT 'run', id, coalesce(workflow, ''), next_at FROM runs WHERE next_at IS NOT NULL
+    UNION ALL
+    SELECT 'job', id, step || coalesce(' by ' || sender, ''), due_at FROM jobs WHERE state = 'delayed'
+    UNION ALL
+    SELECT 'job', id, step || coalesce(' by ' || sender, ''), due_at FROM jobs WHERE state = 'waiting'
+), v_now
+ORDER BY due_at;
+
+CREATE VIEW v_jobs AS
+SELECT j.id, coalesce(r.workflow, s.name) AS owner, j.step, j.type, j.sender, r.subscriber_id, j.state,
+       CASE WHEN j.state IN ('delayed', 'waiting') AND j.tries > 0 THEN 'retrying' ELSE j.state END AS shown,
+       j.tries, strftime('%Y-%m-%d %H:%M:%S', j.due_at / 1000, 'unixepoch') AS due_utc,
+       strftime('%Y-%m-%d %H:%M:%S', j.finished_at / 1000, 'unixepoch') AS finished_utc,
+       (SELECT a.reason FROM attempts a WHERE a.job_id = j.id ORDER BY a.number DESC LIMIT 1) AS last_answer,
+       j.reason, j.public_id, j.run_id AS run, r.digest_id AS digest, r.event_id AS event
+FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN repeatables s ON s.id = r.repeatable_id
+ORDER BY j.id DESC;
+
+CREATE VIEW v_journey AS
+SELECT e.id AS event, e.transaction_id, e.workflow, e.subscriber_id,
+       strftime('%Y-%m-%d %H:%M:%S', e.received_at / 1000, 'unixepoch') AS received_utc,
+       e.state AS event_state, e.digest_id AS digest, d.state AS digest_state, r.id AS run, r.state AS run_state,
+       j.id AS job, j.step, j.sender, j.state AS job_state, j.tries, coalesce(j.reason, r.reason, d.reason, e.reason) AS reason
+FROM events e
+LEFT JOIN digests d ON d.id = e.digest_id
+LEFT JOIN runs r ON r.event_id = e.id OR r.digest_id = e.digest_id
+LEFT JOIN jobs j ON j.run_id = r.id;
+
+CREATE VIEW v_now AS
+SELECT CAST((julianday('now') - 2440587.5) * 86400000.0 AS INTEGER) AS now_at,
+       strftime('%Y-%m-%d %H:%M:%S', 'now') AS now_utc;
+
+CREATE VIEW v_repeatables AS
+SELECT s.id, s.name, s.job_id, coalesce('cron ' || s.cron, 'every ' || s.every_ms || ' ms') AS schedule, s.timezone,
+       s.state, s.count, s.run_limit AS "limit",
+       (SELECT strftime('%Y-%m-%d %H:%M:%S', p.slot_at / 1000, 'unixepoch') FROM runs p
+        WHERE p.repeatable_id = s.id AND p.taken_at IS NULL AND p.state = 'active') AS next_utc,
+       strftime('%Y-%m-%d %H:%M:%S', l.taken_at / 1000, 'unixepoch') AS last_run_utc,
+       l.taken_at - l.slot_at AS last_late_ms, l.state AS last_state, s.source, s.key, s.reason
+FROM repeatables s
+LEFT JOIN runs l ON l.repeatable_id = s.id AND l.seq =
+    (SELECT max(q.seq) FROM runs q WHERE q.repeatable_id = s.id AND q.taken_at IS NOT NULL)
+ORDER BY next_utc IS NULL, next_utc, s.key;
+
+CREATE VIEW v_trouble AS
+SELECT 'job failed' AS what, j.id, coalesce(r.workflow, s.name) || '/' || j.step AS name, r.subscriber_id,
+       strftime('%Y-%m-%d %H:%M:%S', j.finished_at / 1000, 'unixepoch') AS since_utc, j.reason,
+       'mend the cause, then: digestd retry ' || j.id AS hint
+FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN repeatables s ON s.id = r.repeatable_id
+WHERE j.state = 'failed'
+UNION ALL
+SELECT 'event failed', id, workflow, subscriber_id, strftime('%Y-%m-%d %H:%M:%S', finished_at / 1000, 'unixepoch'), reason,
+       'trigger it again as it should be'
+FROM events WHERE state = 'failed'
+UNION ALL
+SELECT 'repeatable broken', id, name, NULL, strftime('%Y-%m-%d %H:%M:%S', updated_at / 1000, 'unixepoch'), reason,
+       'mend its rule in the config'
+FROM repeatables WHERE state = 'broken'
+UNION ALL
+SELECT what || ' overdue', id, name, NULL, due_utc, 'due ' || CAST(late_s AS INTEGER) || ' s ago',
+       'is the daemon running? digestd status'
+FROM v_due WHERE late_s > 300;

@@ -1,0 +1,159 @@
+"""Checking triggers and recording their events, once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import digestd
+from conftest import START
+
+
+def check(w, **body):
+    return digestd.check_trigger(w.config, {"name": "comments", "to": "s1", **body}, w.now)
+
+
+def test_the_same_transaction_again_records_nothing_and_answers_the_same(world):
+    w = world()
+    first = w.trigger("comments", payload={"n": 1, "x": 1.0}, id="t1")
+    again = w.trigger("comments", payload={"x": 1, "n": 1}, id="t1")
+    assert first == again == digestd.TriggerAnswer("processed", "t1")
+    assert w.one("SELECT count(*) FROM events") == 1
+
+
+def test_a_transaction_id_reused_with_other_content_is_an_error_and_never_swallowed(world):
+    w = world()
+    w.trigger("comments", payload={"n": 1}, id="t1")
+    answer = w.trigger("comments", payload={"n": True}, id="t1")
+    assert answer.status == "error" and "used before" in answer.errors[0]
+    assert w.one("SELECT count(*) FROM events") == 1
+
+
+def test_an_id_stays_used_after_its_cancel(world):
+    w = world()
+    w.trigger("comments", payload={"n": 1}, id="t1")
+    assert w.cancel("t1")
+    w.trigger("comments", payload={"n": 1}, id="t1")
+    w.advance("1h")
+    assert w.sent == []
+
+
+def test_one_id_may_be_used_once_for_each_subscriber_and_workflow(world):
+    w = world()
+    for subscriber in ("a", "b"):
+        assert w.trigger("comments", subscriber, {"n": 1}, "t1").status == "processed"
+    assert w.one("SELECT count(*) FROM events") == 2
+
+
+def test_without_an_id_each_trigger_gets_one_of_its_own(world):
+    w = world()
+    ids = {w.trigger("comments").transaction_id for _ in range(3)}
+    assert len(ids) == 3 and all(w.cancel(one) for one in ids)
+
+
+def test_a_row_without_a_transaction_id_gets_one_when_it_is_placed(world):
+    w = world()
+    w.rows("INSERT INTO events (workflow, subscriber_id, received_at) VALUES ('comments', 's1', ?)", START)
+    w.tick()
+    assert w.cancel(w.one("SELECT transaction_id FROM events"))
+
+
+def test_recipients_are_taken_once_each_and_their_fields_kept(world):
+    w = world()
+    people = ["s1", "s1", {"subscriberId": "s2", "email": "a@example.org", "data": {"plan": "pro"}}]
+    w.trigger("comments", people)
+    w.trigger("comments", {"subscriberId": "s2", "firstName": "Ada", "email": None})
+    assert w.rows("SELECT subscriber_id, first_name, email, data FROM subscribers ORDER BY id") == [
+        ("s2", "Ada", None, '{"plan":"pro"}'),
+        ("s1", None, None, None),
+    ]
+    assert w.one("SELECT count(*) FROM events") == 3
+
+
+def test_ids_that_differ_in_case_are_different_people(world):
+    w = world()
+    for name in ("Ann", "ann"):
+        w.trigger("comments", name)
+    assert w.one("SELECT count(*) FROM subscribers") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"name": None}, 400), ({"name": ""}, 400), ({"name": "nothing"}, 422), ({"to": None}, 400), ({"to": ""}, 422),
+        ({"to": []}, 422), ({"to": ["s1", ""]}, 422), ({"to": {"email": "x@example.org"}}, 422), ({"to": 7}, 422),
+        ({"to": " s1"}, 422), ({"to": "a\x00b"}, 422), ({"to": "a\nb"}, 422), ({"to": "x" * 256}, 422),
+        ({"to": {"subscriberId": "s1", "email": "a@b, c@d"}}, 422), ({"to": {"subscriberId": "s1", "email": "a@b\nBcc: z@z"}}, 422),
+        ({"to": {"subscriberId": "s1", "timezone": "Mars/Phobos"}}, 422), ({"to": {"subscriberId": "s1", "data": [1]}}, 422),
+        ({"payload": []}, 400), ({"payload": "x"}, 400), ({"payload": {"n": float("inf")}}, 400),
+        ({"payload": {"t": "a\ud83d"}}, 400), ({"transactionId": ""}, 422), ({"transactionId": 5}, 422),
+    ],
+)  # fmt: skip
+def test_a_bad_trigger_is_refused_as_a_whole(world, body, status):
+    w = world()
+    with pytest.raises(digestd.Rejected) as caught:
+        check(w, **body)
+    assert caught.value.status == status and caught.value.message
+    assert w.one("SELECT count(*) FROM events") == w.one("SELECT count(*) FROM subscribers") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nonsense", '{"a":NaN}', '{"a":-Infinity}', b"\xe9", "[" * 20_000 + "]" * 20_000, "[" * 101 + "]" * 101,
+     '{"n":' + "1" * 5000 + "}", '{"a":1}x'],
+    ids=["empty", "no JSON", "NaN", "Infinity", "latin-1", "20,000 levels", "101 levels", "5,000 digits", "more behind it"],
+)  # fmt: skip
+def test_bytes_that_are_no_json_are_refused_with_a_reason(text):
+    with pytest.raises(digestd.Rejected) as caught:
+        digestd.parse_json(text if isinstance(text, bytes) else text.encode())
+    assert caught.value.status == 400
+
+
+def test_a_mark_in_front_doubled_keys_and_a_hundred_levels_are_taken():
+    assert digestd.parse_json(b"\xef\xbb\xbf" + b'{"a":1,"a":2}') == {"a": 2}
+    assert digestd.parse_json("[" * 100 + "]" * 100)
+
+
+def test_big_numbers_and_odd_characters_arrive_whole(world):
+    w = world()
+    payload = {
+        "id": 1285704473650888702,
+        "big": 123456789012345678901234567890,
+        "neg": -9223372036854775809,
+        "t": "x\x00y\u2028",
+    }
+    w.trigger("comments", payload=payload)
+    w.advance("10m")
+    assert w.digested() == [[payload]]
+    assert "1285704473650888702" in w.sent[0][1].message.body
+
+
+def test_recording_an_event_is_one_statement_and_placing_it_another(world):
+    """The hot path, counted: what it costs is what it says. BEGIN and COMMIT are shared by all that came together."""
+    w = world()
+    w.trigger("comments", payload={"postId": 1})
+    seen = []
+    digestd.database.query_hooks.append(lambda event: seen.append(event.sql))
+    try:
+        w.trigger("comments", payload={"postId": 1})
+    finally:
+        digestd.database.query_hooks.clear()
+    writes = [sql.split()[0] for sql in seen if sql.split()[0] not in ("PRAGMA", "SAVEPOINT", "RELEASE")]
+    assert writes == ["INSERT", "UPDATE"]
+
+
+def test_text_that_is_not_utf8_in_a_row_fails_that_event_alone(world):
+    w = world()
+    w.rows(
+        "INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', CAST(x'7b22ff227d' AS TEXT), ?)",
+        START,
+    )
+    w.rows(
+        "INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', ?, ?)",
+        json.dumps({"n": 1}),
+        START,
+    )
+    w.advance("10m")
+    assert w.digested() == [[{"n": 1}]]
+    assert "UTF-8" in w.one("SELECT reason FROM v_trouble")

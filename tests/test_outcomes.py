@@ -1,0 +1,164 @@
+"""What a try comes to: done, another try, given up; and what the run does meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+import digestd
+from conftest import BASIC, START
+
+TWO_STEPS = (
+    BASIC
+    + """
+[senders.console]
+type = "log"
+[workflows.alert]
+[[workflows.alert.steps]]
+id = "hook"
+type = "chat"
+sender = "hook"
+[[workflows.alert.steps]]
+id = "log"
+type = "push"
+sender = "console"
+"""
+)
+
+
+def test_a_temporary_failure_is_tried_again_by_the_plan_and_then_given_up(world):
+    w = world(TWO_STEPS)
+    w.reply("hook", "temporary", "temporary", "temporary")
+    w.trigger("alert")
+    w.advance("1h")
+    assert [at - START for at, claim, _ in w.sent if claim.sender_name == "hook"] == [0, 5_000, 65_000]
+    assert w.rows("SELECT number, outcome FROM attempts WHERE job_id = 1") == [
+        (1, "temporary"),
+        (2, "temporary"),
+        (3, "temporary"),
+    ]
+    assert w.one("SELECT reason FROM v_trouble") == "given up after 3 tries: temporary"
+
+
+def test_the_next_step_is_due_after_the_first_try_whatever_its_result(world):
+    w = world(TWO_STEPS)
+    w.reply("hook", "temporary")
+    w.trigger("alert")
+    w.tick()
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["hook", "console"]
+    assert w.one("SELECT state FROM runs") == "active"
+    w.advance("5s")
+    assert w.one("SELECT state FROM runs") == "completed"
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["hook", "console", "hook"]
+
+
+@pytest.mark.parametrize(("last", "follows"), [("sent", True), ("permanent", False)])
+def test_stop_on_failure_waits_for_the_final_result(world, last, follows):
+    w = world(TWO_STEPS.replace('id = "hook"', 'id = "hook"\nstop_on_failure = true'))
+    w.reply("hook", "temporary", last)
+    w.trigger("alert")
+    w.tick()
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["hook"]
+    w.advance("1m")
+    assert ("console" in [claim.sender_name for _, claim, _ in w.sent]) is follows
+    assert w.one("SELECT state FROM runs") == ("completed" if follows else "failed")
+
+
+def test_a_permanent_failure_is_not_tried_again_and_others_go_on(world):
+    w = world()
+    w.reply("hook", "permanent")
+    for subscriber in ("a", "b"):
+        w.trigger("comments", subscriber)
+    w.advance("1h")
+    assert len(w.sent) == 2 and len(w.bodies()) == 1
+    assert w.one("SELECT state, reason FROM jobs WHERE state = 'failed'") == ("failed", "permanent")
+
+
+def test_a_failed_job_is_retried_by_hand_with_the_same_id_and_bytes(world):
+    w = world(TWO_STEPS)
+    w.reply("hook", "permanent")
+    w.trigger("alert", payload={"n": 1})
+    w.advance("1m")
+    with digestd.transaction():
+        assert digestd.retry_job(1, w.now) is True
+        assert digestd.retry_job(1, w.now) is False
+        assert digestd.retry_job(99, w.now) is False
+    w.tick()
+    tries = [claim for _, claim, _ in w.sent if claim.sender_name == "hook"]
+    assert len(tries) == 2 and tries[0].message == tries[1].message and tries[0].public_id == tries[1].public_id
+    assert [claim.sender_name for _, claim, _ in w.sent].count("console") == 1  # the run is not pushed on again
+
+
+def test_a_job_retried_in_the_middle_of_a_run_does_not_hurry_its_later_steps(world):
+    w = world(TWO_STEPS.replace('[[workflows.alert.steps]]\nid = "log"',
+              '[[workflows.alert.steps]]\nid = "wait"\ntype = "delay"\ndelay = "1h"\n[[workflows.alert.steps]]\nid = "log"'))  # fmt: skip
+    w.reply("hook", "permanent")
+    w.trigger("alert")
+    w.advance("1m")
+    with digestd.transaction():
+        assert digestd.retry_job(1, w.now)
+    w.advance("30m")
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["hook", "hook"]
+    w.advance("30m")
+    assert w.sent[-1][0] == START + digestd.HOUR
+
+
+def result(job_id: int = 1, **more) -> digestd.SendResult:
+    return digestd.SendResult(job_id, 1, "temporary", **more)
+
+
+def test_a_try_never_comes_before_its_retry_after_and_a_far_one_is_cut_to_a_day():
+    sender = digestd.LogSettings(type="log", retry=["30s"], jitter=0.0)
+    assert digestd.next_try_at(sender, 1, 0, result(retry_after_ms=120_000)) == 120_000
+    assert digestd.next_try_at(sender, 1, 0, result(retry_after_ms=1_000)) == 30_000
+    assert digestd.next_try_at(sender, 1, 0, result(retry_at=90_000)) == 90_000
+    assert digestd.next_try_at(sender, 1, 10**6, result(retry_at=90_000)) == 10**6 + 30_000
+    assert digestd.next_try_at(sender, 1, 0, result(retry_at=10**15)) == digestd.DAY
+    assert digestd.next_try_at(sender, 2, 0, result()) is None
+
+
+def test_jitter_adds_up_to_a_fifth_is_the_same_each_time_and_differs_between_jobs():
+    sender = digestd.LogSettings(type="log", retry=["100s"])
+    waits = [digestd.next_try_at(sender, 1, 0, result(job)) for job in range(200)]
+    assert all(100_000 <= wait <= 120_000 for wait in waits) and len(set(waits)) > 150
+    assert waits == [digestd.next_try_at(sender, 1, 0, result(job)) for job in range(200)]
+
+
+def test_an_interrupted_try_is_repeated_at_once_and_does_not_use_up_the_plan(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert")
+    with digestd.transaction():
+        claims = digestd.tick(w.config, w.now, w.room).claims
+    assert len(claims) == 1
+    w.crash()
+    w.open()
+    w.tick()
+    assert w.rows("SELECT number, outcome FROM attempts WHERE job_id = 1") == [(1, "interrupted"), (2, "sent")]
+    assert w.one("SELECT tries FROM jobs WHERE id = 1") == 1
+    assert w.sent[0][1].public_id == claims[0].public_id and w.sent[0][1].message == claims[0].message
+
+
+def test_a_message_that_ends_the_process_three_times_is_given_up(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert")
+    for _ in range(3):
+        with digestd.transaction():
+            assert len(digestd.tick(w.config, w.now, w.room).claims) == 1
+        w.crash()
+        w.open()
+    w.advance("1m")
+    assert w.one("SELECT state, reason FROM jobs WHERE id = 1") == (
+        "failed",
+        "the process ended three times during the try",
+    )
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["console"]  # the run goes on
+
+
+def test_a_result_that_comes_twice_changes_nothing(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert")
+    w.tick()
+    late = digestd.SendResult(1, 1, "permanent", "late")
+    with digestd.transaction():
+        digestd.record_outcome(w.config, late, w.now)
+    assert w.one("SELECT state FROM jobs WHERE id = 1") == "completed"
+    assert w.one("SELECT outcome FROM attempts WHERE id = 1") == "sent"
