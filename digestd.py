@@ -2163,6 +2163,16 @@ def move_all(model: type[Table], ids: Iterable[int], old: str, new: str, **facts
     return moved
 
 
+def is_poison(error: BaseException) -> bool:
+    """Whether an error belongs to the row at hand, and not to the database as a whole: then the others go on."""
+    return not isinstance(error, peewee.DatabaseError) or isinstance(error, peewee.IntegrityError)
+
+
+def bug_text(error: BaseException) -> str:
+    """A reason to keep for an error: our own words, or those of a bug."""
+    return error.message if isinstance(error, DigestdError) else f"a bug in digestd: {type(error).__name__}: {error}"
+
+
 def remember(name: str, value: str, now: int) -> None:
     """Keep a fact about the daemon itself, in `meta`."""
     execute(
@@ -2521,6 +2531,9 @@ def check_subscriber_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _check_recipients(to: Any) -> list[Recipient]:
     """The recipients that `to` names, each once. One bad one refuses the whole call."""
+    alone = to["subscriberId"] if type(to) is dict and len(to) == 1 and "subscriberId" in to else to
+    if type(alone) is str:  # the usual case, and the fast one
+        return [Recipient(check_id(alone, "to"), {})]
     found: dict[str, dict[str, Any]] = {}
     entries = to if isinstance(to, list) else [to]
     if not entries:
@@ -2552,10 +2565,7 @@ def check_trigger(config: Config, body: Any, now: int) -> Trigger:
         payload = {}
     elif not isinstance(payload, dict):
         raise Rejected(400, f"payload must be an object, not {_dumps(payload)[:60]}", "payload")
-    if type(to) is str and to.isalnum() and len(to) < 256:
-        recipients = [Recipient(to, {})]
-    else:
-        recipients = _check_recipients(to)
+    recipients = _check_recipients(to)
     if name not in config.workflows:
         raise Rejected(422, "workflow_not_found", "name")
     transaction_id = body.get("transactionId")
@@ -2813,13 +2823,12 @@ def place_or_fail(config: Config, event: Event, now: int) -> None:
     try:
         with savepoint():
             place_event(config, event, now)
-    except DigestdError as error:
-        fail_event(event.id, error.message, now)
-    except peewee.DatabaseError:
-        raise
     except Exception as error:
-        log.exception("a bug met event %s", event.id)
-        fail_event(event.id, f"a bug in digestd: {type(error).__name__}: {error}", now)
+        if not is_poison(error):
+            raise
+        if not isinstance(error, DigestdError):
+            log.exception("a bug met event %s", event.id)
+        fail_event(event.id, bug_text(error), now)
 
 
 def place_events(config: Config, now: int) -> int:
@@ -3259,16 +3268,11 @@ def begin_steps(config: Config, now: int) -> int:
         try:
             with savepoint():
                 begin_step(config, run, now)
-        except peewee.DatabaseError:
-            raise
         except Exception as error:
-            reason = (
-                error.message
-                if isinstance(error, DigestdError)
-                else f"a bug in digestd: {type(error).__name__}: {error}"
-            )
-            log.error("run %s cannot go on: %s", run.id, one_line(reason), exc_info=not isinstance(error, DigestdError))
-            move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=reason)
+            if not is_poison(error):
+                raise
+            log.error("run %s cannot go on: %s", run.id, one_line(bug_text(error)), exc_info=True)
+            move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=bug_text(error))
     return len(found)
 
 
@@ -3337,19 +3341,12 @@ def finish_plain_jobs(config: Config, now: int) -> int:
         try:
             with savepoint():
                 _finish_plain_job(config, job_id, kind, waits, run, now)
-        except peewee.DatabaseError:
-            raise
         except Exception as error:
+            if not is_poison(error):
+                raise
             log.exception("a bug met job %s", job_id)
             move(Job, job_id, "waiting", "active", taken_at=now)
-            move(
-                Job,
-                job_id,
-                "active",
-                "failed",
-                finished_at=now,
-                reason=f"a bug in digestd: {type(error).__name__}: {error}",
-            )
+            move(Job, job_id, "active", "failed", finished_at=now, reason=bug_text(error))
             go_on(config, run.id, run.workflow, run.step, now)
     return len(found)
 
@@ -4209,6 +4206,25 @@ def tick(config: Config, now: int, room: Room) -> TickReport:
     return TickReport(total + len(claims), claims, more)
 
 
+def take_trigger(config: Config, trigger: Trigger, now: int) -> TriggerAnswer:
+    """Record the events of a trigger and place them, as a whole: Ingest and Digests in one go. Where one cannot be
+    placed, all are recorded all the same, and that one fails alone. Inside the caller's transaction."""
+    try:
+        with savepoint():
+            answer, events = record_trigger(trigger, now)
+            for event in events:
+                place_event(config, event, now)
+            return answer
+    except Exception as error:
+        if not is_poison(error):
+            raise
+    with savepoint():
+        answer, events = record_trigger(trigger, now)
+        for event in events:
+            place_or_fail(config, event, now)
+        return answer
+
+
 def next_wake_at() -> int | None:
     """The next instant at which something is due, in ms; None when nothing is planned. Reads the heads of indexes."""
     found = row(
@@ -4476,7 +4492,7 @@ class Daemon:
         now = self.clock.now()
         try:
             answers, report = self._commit(messages, now)
-        except (peewee.OperationalError, peewee.DatabaseError) as error:
+        except peewee.DatabaseError as error:
             self.inbox.extendleft(reversed(messages))
             self.room.under_way = under_way
             await self._endure(error)
@@ -4516,29 +4532,23 @@ class Daemon:
     def _handle(self, message: Any, now: int) -> Any:
         """One message, kept or undone as a whole; one that fails answers only itself."""
         try:
+            if isinstance(message, TriggerCall):
+                return [
+                    trigger if isinstance(trigger, TriggerAnswer) else take_trigger(self.config, trigger, now)
+                    for trigger in message.triggers
+                ]
             with savepoint():
-                if isinstance(message, TriggerCall):
-                    return [self._trigger(trigger, now) for trigger in message.triggers]
                 if isinstance(message, Sent):
                     return record_outcome(self.config, message.result, now)
                 if isinstance(message, CancelCall):
                     return cancel_transaction(message.transaction_id, now)
-                if isinstance(message, Composed):
-                    return keep_composed(message.claim, now)
-                raise IllegalMove(f"nothing handles {message!r}")
-        except (peewee.OperationalError, sqlite3.OperationalError):
-            raise
+                assert isinstance(message, Composed)
+                return keep_composed(message.claim, now)
         except Exception as error:
+            if not is_poison(error):
+                raise
             log.exception("a message cannot be handled: %s", type(message).__name__)
             return error
-
-    def _trigger(self, trigger: Trigger | TriggerAnswer, now: int) -> TriggerAnswer:
-        if isinstance(trigger, TriggerAnswer):
-            return trigger
-        answer, events = record_trigger(trigger, now)
-        for event in events:
-            place_or_fail(self.config, event, now)
-        return answer
 
     async def _endure(self, error: Exception) -> None:
         """The database cannot be written: keep everything, say so once a minute, try again soon."""
@@ -4804,14 +4814,14 @@ _REASONS = {200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 40
 
 
 class Answer(NamedTuple):
-    """A status, a JSON body, and header lines beside the usual ones."""
+    """A status, a JSON body (a text is one already), and header lines beside the usual ones."""
 
     status: int
     body: Any
     headers: str = ""
 
-    def encode(self, path: str) -> bytes:
-        body = _dumps(self.body).encode()
+    def encode(self) -> bytes:
+        body = (self.body if isinstance(self.body, str) else _dumps(self.body)).encode()
         return (
             f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n{self.headers}\r\n"
@@ -4938,7 +4948,7 @@ class Api:
         except Exception:
             log.exception("a bug met a request to %s", one_line(path))
             answer = Answer(500, error_body(500, "a bug in digestd; its log has more", path, self.daemon.clock.now()))
-        return _response_class()(answer.encode(path), keep_alive, request.method != "HEAD")
+        return _response_class()(answer.encode(), keep_alive, request.method != "HEAD")
 
     @staticmethod
     def _is_public(path: str) -> bool:
@@ -5015,7 +5025,7 @@ class Api:
     async def _trigger(self, body: Any) -> Answer:
         trigger = check_trigger(self.daemon.config, body, self.daemon.clock.now())
         [answer] = await self._commit(lambda reply: TriggerCall([trigger], reply))
-        return Answer(201, {"data": _trigger_answer(answer)})
+        return Answer(201, '{"data":' + _trigger_answer(answer) + "}")
 
     async def _bulk(self, body: Any) -> Answer:
         events = body.get("events") if isinstance(body, dict) else None
@@ -5025,7 +5035,7 @@ class Api:
             raise Rejected(422, f"events must be a list of 1 to {BULK} triggers; found {len(events)}", "events")
         triggers = [self._check_one(event) for event in events]
         answers = await self._commit(lambda reply: TriggerCall(triggers, reply))
-        return Answer(201, {"data": [_trigger_answer(answer) for answer in answers]})
+        return Answer(201, '{"data":[' + ",".join(map(_trigger_answer, answers)) + "]}")
 
     def _check_one(self, event: Any) -> Trigger | TriggerAnswer:
         """A bad event becomes an item with an error; a malformed recipient refuses the whole call, as Novu does."""
@@ -5041,11 +5051,10 @@ class Api:
         return Answer(200, {"data": await self._commit(lambda reply: CancelCall(transaction_id, reply))})
 
 
-def _trigger_answer(answer: TriggerAnswer) -> dict[str, Any]:
-    body: dict[str, Any] = {"acknowledged": True, "status": answer.status, "transactionId": answer.transaction_id}
-    if answer.errors:
-        body["error"] = list(answer.errors)
-    return body
+def _trigger_answer(answer: TriggerAnswer) -> str:
+    """Novu's answer to a trigger, as JSON text."""
+    errors = f',"error":{_dumps(answer.errors)}' if answer.errors else ""
+    return f'{{"acknowledged":true,"status":"{answer.status}","transactionId":{_dumps(answer.transaction_id)}{errors}}}'
 
 
 def systemd_sockets() -> list[socket.socket]:
@@ -5219,10 +5228,9 @@ class Simulation:
 
     def _trigger(self, body: Any) -> None:
         now = self.clock.now()
-        answer, events = record_trigger(check_trigger(self.config, body, now), now)
-        if now >= self.down_until:
-            for event in events:
-                place_or_fail(self.config, event, now)
+        trigger = check_trigger(self.config, body, now)
+        down = now < self.down_until
+        answer = record_trigger(trigger, now)[0] if down else take_trigger(self.config, trigger, now)
         if answer.errors:
             raise Rejected(409, "; ".join(answer.errors))
 

@@ -94,10 +94,7 @@ class World:
         body = {"name": name, "to": to, "payload": payload or {}, "transactionId": id}
         trigger = digestd.check_trigger(self.config, body, self.now)
         with digestd.transaction():
-            answer, events = digestd.record_trigger(trigger, self.now)
-            for event in events:
-                digestd.place_or_fail(self.config, event, self.now)
-        return answer
+            return digestd.take_trigger(self.config, trigger, self.now)
 
     def cancel(self, transaction_id: str) -> bool:
         with digestd.transaction():

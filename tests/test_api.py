@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import pytest
+from conftest import ROOT, Process, free_port, wait_for
 
 import digestd
-from conftest import ROOT, Process, free_port, wait_for
 
 WORKFLOWS = """
 [senders.out]
@@ -310,7 +310,7 @@ def test_of_doubled_keys_the_last_one_counts(api):
 @pytest.mark.parametrize(
     "value",
     ["x\0y", "\u2028\u2029", "日本 \U0001f600", "a\nb\t\"c\\", 2**63, -(2**70), 1.5e300, {"": {"": []}}, None, False],
-    ids=["NUL", "line separators", "far characters", "controls", "2^63", "-2^70", "big float", "empty", "null", "false"],
+    ids=["NUL", "line separators", "far characters", "controls", "2^63", "-2^70", "big float", "empty", "null", "no"],
 )  # fmt: skip
 def test_a_value_arrives_in_the_database_whole(api, value):
     transaction_id = new_id()
@@ -451,9 +451,9 @@ def test_a_cancel_is_true_once_and_false_where_nothing_was_cancelled(api):
     assert events_of(api, transaction_id) == [("s1", '{"postId":1}', "cancelled")]
 
 
-@pytest.mark.parametrize("name", ["a/b c", "50%", "%2F", "ü?x=1#y", "a+b", "bulk", ".."])
+@pytest.mark.parametrize("name", ["a/b c", "50%", "%2F", "ü?x=1#y", "a+b", "bulk"])
 def test_a_transaction_id_with_any_characters_can_be_cancelled(api, name):
-    transaction_id = f"{new_id()} {name}" if name not in ("bulk", "..") else name
+    transaction_id = f"{new_id()} {name}" if name != "bulk" else name
     assert api.request("POST", TRIGGER, call(transaction_id))[0] == 201
     assert api.request("DELETE", f"{TRIGGER}/{urllib.parse.quote(transaction_id, safe='')}") == (200, {"data": True})
 
@@ -792,7 +792,7 @@ def test_a_unix_socket_left_by_a_crash_is_taken_over(unix_api):
 def run_once(folder: pathlib.Path, listen: str) -> subprocess.CompletedProcess[str]:
     (folder / "config.toml").write_text(f'[api]\nlisten = ["{listen}"]\n{WORKFLOWS}')
     return subprocess.run(
-        [sys.executable, str(ROOT / "digestd.py"), "run"], cwd=folder, capture_output=True, text=True, timeout=30
+        [sys.executable, str(ROOT / "digestd.py"), "run"], cwd=folder, capture_output=True, text=True, timeout=20
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from conftest import START
 
 import digestd
-from conftest import START
 
 NAMES = ["John", "Josh", "Sarah", "Alex", "Emma"]
 PEOPLE = [{"payload": {"name": name}} for name in ("Ada", "Grace", "Linus", "Ken", "Dennis")]
@@ -133,7 +133,9 @@ def test_the_number_can_be_left_out(one, many):
 
 
 def test_only_the_text_true_shows_the_number():
-    template = "{{ 2 | pluralize: 'item' }}/{{ 2 | pluralize: 'item', '', 'true' }}/{{ 2 | pluralize: 'item', '', true }}"
+    template = (
+        "{{ 2 | pluralize: 'item' }}/{{ 2 | pluralize: 'item', '', 'true' }}/{{ 2 | pluralize: 'item', '', true }}"
+    )
     assert rendered(template) == "2 items/2 items/items"
 
 
@@ -179,7 +181,10 @@ def test_the_older_filter_of_something_that_is_not_there_is_empty():
         (2, "Ada and Grace", "Ada and Grace", "2 notifications", "Ada and Grace"),
         (3, "Ada, Grace, and 1 other", "Ada, Grace, and Linus", "3 notifications", "Ada, Grace and 1 other"),
         (4, "Ada, Grace, and 2 others", "Ada, Grace, Linus, and 1 other", "4 notifications", "Ada, Grace and 2 others"),
-        (5, "Ada, Grace, and 3 others", "Ada, Grace, Linus, and 2 others", "5 notifications", "Ada, Grace and 3 others"),
+        (
+            5, "Ada, Grace, and 3 others", "Ada, Grace, Linus, and 2 others", "5 notifications",
+            "Ada, Grace and 3 others",
+        ),
     ],
 )  # fmt: skip
 def test_a_template_of_novu_reads_the_same(count, sentence, longer, counted, digest):

@@ -39,8 +39,10 @@ end
 function done(summary, latency, requests)
   local bad = summary.errors
   local function ms(percent) return latency:percentile(percent) / 1e3 end
-  io.write(string.format('RESULT {"requests":%d,"rate":%.1f,', summary.requests, summary.requests / summary.duration * 1e6))
-  io.write(string.format('"p50_ms":%.3f,"p95_ms":%.3f,"p99_ms":%.3f,"max_ms":%.3f,', ms(50), ms(95), ms(99), latency.max / 1e3))
+  local rate = summary.requests / summary.duration * 1e6
+  io.write(string.format('RESULT {"requests":%d,"rate":%.1f,', summary.requests, rate))
+  io.write(string.format('"p50_ms":%.3f,"p95_ms":%.3f,"p99_ms":%.3f,', ms(50), ms(95), ms(99)))
+  io.write(string.format('"max_ms":%.3f,', latency.max / 1e3))
   io.write(string.format('"errors":%d,"by":"wrk"}\\n', bad.status + bad.connect + bad.read + bad.write + bad.timeout))
 end
 """
@@ -93,7 +95,8 @@ class Load:
         who = self.sent * 7919 % SUBSCRIBERS
         body = (
             f'{{"name":"comments","to":{{"subscriberId":"subscriber-{who:05d}"}},'
-            f'"payload":{{"postId":"post-{who % POSTS:03d}","text":"{PAD}","n":{self.sent}}},"transactionId":"{self.stamp}-{self.sent}"}}'
+            f'"payload":{{"postId":"post-{who % POSTS:03d}","text":"{PAD}","n":{self.sent}}},'
+            f'"transactionId":"{self.stamp}-{self.sent}"}}'
         )
         return f"{self.head}{len(body)}\r\n\r\n{body}".encode()
 
