@@ -528,9 +528,9 @@ CRON_ALIASES = {
     "@daily": "0 0 0 * * *", "@hourly": "0 0 * * * *", "@minutely": "0 * * * * *", "@secondly": "* * * * * *",
     "@weekdays": "0 0 0 * * 1-5", "@weekends": "0 0 0 * * 0,6",
 }  # fmt: skip
-MONTH_NAMES = "jan feb mar apr may jun jul aug sep oct nov dec".split()
-DAY_NAMES = "sun mon tue wed thu fri sat".split()
-LONG_DAYS = "sunday monday tuesday wednesday thursday friday saturday".split()
+MONTH_NAMES = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+LONG_DAYS = ["sunday", "monday", "tuesday", "wednesday", "thursday", "friday", "saturday"]
+DAY_NAMES = [name[:3] for name in LONG_DAYS]
 
 
 class Rule(Protocol):
@@ -755,8 +755,8 @@ class LocalRule:
 def parse_cron(text: str, zone: dt.tzinfo = UTC, seed: str = "") -> LocalRule:
     """A cron text of 5 fields, or 6 with seconds first, as a rule in `zone`.
 
-    The dialect is cron-parser's, which BullMQ and Novu use: names, lists, ranges, steps, L, nL, n#k, ?, H, aliases; both
-    day fields set means either. Lists may overlap. Raises RuleError for anything else and for what can never happen.
+    The dialect is cron-parser's, which BullMQ and Novu use: names, lists, ranges, steps, L, nL, n#k, ?, H, aliases;
+    both day fields set means either. Lists may overlap. Raises RuleError for anything else, and for what can never be.
     """
     fields = _cron_fields(text, seed)
     try:
@@ -905,8 +905,9 @@ def parse_rule(text: str, zone: dt.tzinfo = UTC, offset_ms: int = 0) -> Rule:
 def next_times(rule: Rule, at: int, count: int) -> list[int]:
     """The next `count` instants of a rule, strictly after `at`; fewer where it ends."""
     times: list[int] = []
-    moment: int | None = at
-    while len(times) < count and (moment := rule.next_after(moment)) is not None and moment < FAR_FUTURE:
+    while len(times) < count and (moment := rule.next_after(times[-1] if times else at)) is not None:
+        if moment >= FAR_FUTURE:
+            break
         times.append(moment)
     return times
 
@@ -1025,8 +1026,8 @@ def _slot(name: str, hours: Any) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------------------------------------
 # 5 Config
 # ----------------------------------------------------------------------------------------------------------------------
-# TOML to validated settings: frozen models whose fields carry the defaults. Every problem is reported at once, each with
-# file, line and key path. Templates are compiled here, so that a broken one is found when the file is read.
+# TOML to validated settings: frozen models whose fields carry the defaults. Every problem is reported at once, each
+# with file, line and key path. Templates are compiled here, so that a broken one is found when the file is read.
 
 # -- templates ---------------------------------------------------------------------------------------------------------
 
@@ -1624,7 +1625,7 @@ class _Lines:
 def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
     """The keys that may stand where the last part of `path` stands."""
 
-    def names(model: type[pydantic.BaseModel]) -> list[str]:
+    def names(model: Any) -> list[str]:
         return [field.alias or name for name, field in model.model_fields.items()]
 
     parent = data
@@ -1644,9 +1645,9 @@ def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
 
 
 _TYPE_WORDS = {
-    "int_type": "a whole number", "string_type": "a text in quotes", "bool_type": "true or false", "list_type": "a list",
-    "dict_type": "a table", "model_type": "a table", "model_attributes_type": "a table", "is_instance_of": "another value",
-    "int_from_float": "a whole number", "float_type": "a number",
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "string_type": "a text in quotes", "bool_type": "true or false", "list_type": "a list", "dict_type": "a table",
+    "model_type": "a table", "model_attributes_type": "a table", "is_instance_of": "another value",
 }  # fmt: skip
 
 
@@ -1675,7 +1676,9 @@ def _plain_words(error: Any, path: Sequence[str | int], data: Any) -> str:
         limit, word = next(iter(context.values())), "least" if kind.startswith("greater") else "most"
         return f"{found!r} is out of range; it must be at {word} {limit}"
     if kind in ("too_short", "too_long"):
-        return f"there must be at {'least ' + str(context['min_length']) if kind == 'too_short' else 'most ' + str(context['max_length'])}"
+        return "there must be at " + (
+            f"least {context['min_length']}" if kind == "too_short" else f"most {context['max_length']}"
+        )
     if kind in _TYPE_WORDS:
         return f"{found!r} is not right here; it must be {_TYPE_WORDS[kind]}"
     return str(error["msg"]).removeprefix("Value error, ")
@@ -1688,7 +1691,7 @@ def _real_path(loc: Sequence[str | int], data: Any, kind: str) -> list[str | int
     for place, part in enumerate(loc):
         inside = (isinstance(found, dict) and part in found) or (isinstance(found, list) and isinstance(part, int))
         if inside:
-            found = found[part]  # type: ignore[index]
+            found = found[part]
             path.append(part)
         elif kind == "missing" and place == len(loc) - 1:
             path.append(part)
@@ -2127,7 +2130,8 @@ def savepoint() -> Iterator[None]:
 def _move_text(table: str, names: tuple[str, ...], many: bool) -> str:
     facts = "".join(f", {name} = ?" for name in names)
     if many:
-        return f"UPDATE {table} SET state = ?{facts} WHERE id IN (SELECT value FROM json_each(?)) AND state = ? RETURNING id"
+        wanted = "id IN (SELECT value FROM json_each(?))"
+        return f"UPDATE {table} SET state = ?{facts} WHERE {wanted} AND state = ? RETURNING id"
     return f"UPDATE {table} SET state = ?{facts} WHERE id = ? AND state = ?"
 
 
@@ -2288,7 +2292,7 @@ class InstanceLock:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path.with_name(path.name + ".lock")
         try:
-            self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+            self.file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
         except OSError as error:
             raise StoreError(
                 f"cannot make {self.path}: {error.strerror}", "the folder must be writable for digestd"
@@ -2386,7 +2390,7 @@ def open_store(path: str, now: int, durability: str = "full", busy_ms: int = BUS
         "temp_store": 2,
     }
     close_store()
-    database.init(path, pragmas=pragmas, timeout=max(busy_ms, 2000) / 1000)
+    database.init(path, pragmas=pragmas)
     database.forget()
     with _store_errors(path):
         database.connect()
@@ -2730,7 +2734,7 @@ def _schedule_of(text: str, zone: str) -> Schedule | None:
 
 
 def subscriber_schedule(config: Config, schedule: str | None, timezone: str | None) -> Schedule | None:
-    """The weekly hours that restrict a subscriber, in the subscriber's zone, else the daemon's; None: no restriction."""
+    """The weekly hours that restrict a subscriber, in its zone, else the daemon's; None: no restriction."""
     return _schedule_of(schedule, timezone or config.daemon.timezone) if schedule else None
 
 
@@ -2751,7 +2755,8 @@ def ensure_subscriber(subscriber_id: str, now: int) -> None:
     if subscriber_id in database.known_subscribers:
         return
     execute(
-        "INSERT INTO subscribers (subscriber_id, created_at, updated_at) VALUES (?, ?, ?) ON CONFLICT (subscriber_id) DO NOTHING",
+        "INSERT INTO subscribers (subscriber_id, created_at, updated_at) VALUES (?, ?, ?)"
+        " ON CONFLICT (subscriber_id) DO NOTHING",
         subscriber_id, now, now,
     )  # fmt: skip
     if len(database.known_subscribers) >= CACHED_ROWS:
@@ -2852,7 +2857,7 @@ def _verdict(config: Config, window: Window, now: int) -> int | None:
 
 
 def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
-    """Windows that have ended: open/held -> closed with a run each, -> held, or -> discarded when nothing is in them."""
+    """Windows that have ended: open/held -> closed with a run each, -> held, or -> discarded with nothing in them."""
     closing: dict[str, list[int]] = {"open": [], "held": []}
     for window in windows:
         until = _verdict(config, window, now) if window.has_events else None
@@ -2894,7 +2899,7 @@ def join_later_window(
         insert(insert_text(DigestRun, "run_id", "digest_id", "joined_at"), run_id, window_id, now)
 
 
-def _discard_if_empty(digest_id: int, now: int) -> None:
+def _discard_if_empty(digest_id: int | None, now: int) -> None:
     found = row(_WINDOW_COLUMNS + " WHERE d.id = ? AND d.state IN ('open', 'held')", digest_id)
     if found:
         window = Window(*found)
@@ -2954,6 +2959,19 @@ def cancel_transaction(transaction_id: str, now: int) -> bool:
 # Specs, each with exactly one pending run (a unique index proves it). Owns all moves of repeatables, and the birth of
 # their runs and of those runs' jobs. Taking a run and adding the next one is one transaction, before its work starts.
 
+_INSERT_SPEC = insert_text(
+    Repeatable,
+    "key",
+    "name",
+    "source",
+    "cron",
+    "every_ms",
+    "timezone",
+    "run_limit",
+    "action",
+    "created_at",
+    "updated_at",
+)
 _INSERT_SLOT_RUN = insert_text(Run, "repeatable_id", "seq", "slot_at", "created_at")
 _INSERT_JOB = insert_text(
     Job, "run_id", "step", "type", "sender", "state", "due_at", "public_id", "created_at", "finished_at", "reason"
@@ -3051,7 +3069,7 @@ def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
     )
     if have is None:
         spec_id = insert(
-            insert_text(Repeatable, "key", "name", "source", "cron", "every_ms", "timezone", "run_limit", "action", "created_at", "updated_at"),
+            _INSERT_SPEC,
             spec.key, spec.name, source, spec.cron, spec.every_ms, spec.timezone, spec.run_limit, spec.action, now, now,
         )  # fmt: skip
         plan_run(spec_id, now, now)
@@ -3069,7 +3087,8 @@ def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
     ]
     if changed:
         execute(
-            "UPDATE repeatables SET key = ?, cron = ?, every_ms = ?, timezone = ?, run_limit = ?, action = ?, updated_at = ? WHERE id = ?",
+            "UPDATE repeatables SET key = ?, cron = ?, every_ms = ?, timezone = ?, run_limit = ?, action = ?,"
+            " updated_at = ? WHERE id = ?",
             spec.key, spec.cron, spec.every_ms, spec.timezone, spec.run_limit, spec.action, now, spec_id,
         )  # fmt: skip
     is_over = spec.run_limit is not None and count >= spec.run_limit
@@ -3135,6 +3154,12 @@ _READY_RUNS = (
 _BEGIN_ATTEMPT = (
     "INSERT INTO attempts (job_id, number, started_at)"
     " SELECT ?, coalesce(max(number), 0) + 1, ? FROM attempts WHERE job_id = ? RETURNING id, number"
+)
+_INSERT_INBOX = (
+    insert_text(
+        InboxMessage, "job_id", "public_id", "subscriber_id", "workflow", "subject", "body", "payload", "created_at"
+    )
+    + " ON CONFLICT (job_id) DO NOTHING"
 )
 _RUN_STEP = "UPDATE runs SET step = ?, next_at = ? WHERE id = ? AND state = 'active'"
 # Only from the step the run is at: a step retried by hand, long passed, must not push the run on.
@@ -3291,7 +3316,7 @@ def _finish_delay(config: Config, job_id: int, run: ReadyRun, waits: int, now: i
     step = workflow.step(run.step or "") if workflow else None
     if workflow is not None and isinstance(step, DelayStep) and step.extend_to_schedule:
         found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
-        until = hold_until(config, workflow.critical, *found, waits, now) if found else None
+        until = hold_until(config, workflow.critical, found[0], found[1], waits, now) if found else None
         if until is not None:
             move(Job, job_id, "active", "delayed", due_at=until, waits=waits + 1)
             return
@@ -3333,7 +3358,8 @@ def finish_plain_jobs(config: Config, now: int) -> int:
     """Stage: jobs (waiting) that need no sender -> active -> completed, in one go: delays, in-app rows, triggers."""
     found = rows(
         "SELECT j.id, j.type, j.waits, r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, r.created_at"
-        " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at LIMIT ?",
+        " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'waiting' AND j.sender IS NULL"
+        " ORDER BY j.due_at LIMIT ?",
         BATCH,
     )
     for job_id, kind, waits, *rest in found:
@@ -3380,10 +3406,9 @@ def _finish_in_app(config: Config, job_id: int, run: ReadyRun, now: int) -> None
 def write_inbox(draft: Draft, message: Message, now: int) -> None:
     """The row in the subscriber's feed; once per job."""
     execute(
-        insert_text(InboxMessage, "job_id", "public_id", "subscriber_id", "workflow", "subject", "body", "payload", "created_at")
-        + " ON CONFLICT (job_id) DO NOTHING",
-        draft.job_id, draft.public_id, draft.subscriber["subscriberId"], draft.workflow, message.summary.get("subject"),
-        message.summary.get("html") or message.summary.get("text"), draft.events[0].payload_text if draft.events else "{}", now,
+        _INSERT_INBOX, draft.job_id, draft.public_id, draft.subscriber["subscriberId"], draft.workflow,
+        message.summary.get("subject"), message.summary.get("html") or message.summary.get("text"),
+        draft.events[0].payload_text if draft.events else "{}", now,
     )  # fmt: skip
 
 
@@ -3393,7 +3418,7 @@ def write_inbox(draft: Draft, message: Message, now: int) -> None:
 def load_subscriber(subscriber_id: str | None) -> dict[str, Any]:
     """A subscriber as templates and webhooks see it; only the fields that are set."""
     found = row(
-        "SELECT first_name, last_name, email, phone, avatar, locale, timezone, data FROM subscribers WHERE subscriber_id = ?",
+        f"SELECT {', '.join(SUBSCRIBER_FIELDS.values())} FROM subscribers WHERE subscriber_id = ?",
         subscriber_id,
     )
     person: dict[str, Any] = {"subscriberId": subscriber_id}
@@ -3406,8 +3431,8 @@ def load_subscriber(subscriber_id: str | None) -> dict[str, Any]:
 def load_draft(config: Config, job_id: int, now: int) -> Draft | str:
     """All that the message of a job is made from, as the config and the rows say now; or why there is none to make."""
     public_id, step_id, kind, workflow_name, subscriber_id, event_id, digest_id, spec_id, created_at = row(
-        "SELECT j.public_id, j.step, j.type, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id, r.created_at"
-        " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
+        "SELECT j.public_id, j.step, j.type, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id,"
+        " r.created_at FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
     )  # fmt: skip
     if spec_id is not None:
         return _repeatable_draft(config, job_id, public_id, now)
@@ -3519,7 +3544,7 @@ def render_content(draft: Draft) -> dict[str, Any]:
 
 
 def _events_text(events: Sequence[DigestedEvent]) -> tuple[str, int]:
-    """The events as JSON text, and how many of the newest had their payload left out. Stored JSON is joined as it is."""
+    """The events as JSON text, and how many of the newest lost their payload. Stored JSON is joined as it is."""
     parts, size, cut = [], 0, 0
     for number, event in enumerate(events):
         head = f'{{"id":"{event.id}","time":"{iso_text(event.time_at)}"'
@@ -3735,10 +3760,6 @@ def store_message(job_id: int, message: Message) -> None:
     )
 
 
-def _kept_message(text: str) -> Message:
-    return Message(**json.loads(text))
-
-
 def _end_without_sending(
     config: Config, job_id: int, run_id: int, workflow: str | None, step: str, state: str, reason: str, now: int
 ) -> None:
@@ -3747,27 +3768,36 @@ def _end_without_sending(
     go_on(config, run_id, workflow, step, now)
 
 
+def _first_draft(config: Config, found: Any, now: int) -> Draft | None:
+    """The draft of a job's first try; None where there is nothing to send, and the job has ended with the reason."""
+    job_id, run_id, kind, _, _, workflow, step = found
+    draft = load_draft(config, job_id, now)
+    if isinstance(draft, str):
+        _end_without_sending(config, job_id, run_id, workflow, step, "failed", draft, now)
+        return None
+    missing = missing_address(draft)
+    if missing is None:
+        return draft
+    if kind == "in_app":  # the feed needs no address
+        write_inbox(draft, compose_log(draft, render_content(draft)), now)
+    _end_without_sending(config, job_id, run_id, workflow, step, "skipped", missing, now)
+    return None
+
+
 def _claim_job(config: Config, found: Any, name: str, now: int) -> Claim | None:
     """waiting -> active with an attempt on record; None when there is nothing to send after all."""
-    job_id, run_id, kind, public_id, text, workflow, step = found
+    job_id, run_id, kind, public_id, text, _, _ = found
     if kind == "message":
         take_run(run_id, now)
     move(Job, job_id, "waiting", "active", taken_at=now)
-    sender, draft = config.senders[name], None
-    if text is None:
-        draft = load_draft(config, job_id, now)
-        missing = missing_address(draft) if isinstance(draft, Draft) else draft
-        if missing is not None or isinstance(draft, str):
-            state = "failed" if isinstance(draft, str) else "skipped"
-            if isinstance(draft, Draft) and kind == "in_app":  # the feed needs no address
-                write_inbox(draft, compose_log(draft, render_content(draft)), now)
-            _end_without_sending(config, job_id, run_id, workflow, step, state, missing or "", now)
-            return None
+    draft = _first_draft(config, found, now) if text is None else None
+    if text is None and draft is None:
+        return None
     attempt_id, number = row(_BEGIN_ATTEMPT, job_id, now, job_id)
-    claim = Claim(job_id, attempt_id, number, now, public_id, name, sender, draft=draft)
-    if text is not None:
-        claim.message = _kept_message(text)
-    elif draft is not None and not is_heavy(draft):
+    claim = Claim(job_id, attempt_id, number, now, public_id, name, config.senders[name], draft=draft)
+    if draft is None:
+        claim.message = Message(**json.loads(text))
+    elif not is_heavy(draft):
         finish_claim(claim)
         if claim.message is not None:
             keep_composed(claim, now)
@@ -3791,6 +3821,13 @@ def keep_composed(claim: Claim, now: int) -> None:
         write_inbox(claim.draft, claim.message, now)
 
 
+_WAITING_JOBS = (
+    "SELECT j.id, j.run_id, j.type, j.public_id, j.message, r.workflow, j.step"
+    " FROM jobs j JOIN runs r ON r.id = j.run_id"
+    " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
+)
+
+
 def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
     """Stage: jobs (waiting) -> active, as many as each sender has room for; the tries that are now to be made."""
     claims: list[Claim] = []
@@ -3800,10 +3837,7 @@ def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
         free = room.free(name)
         if free == 0:
             continue
-        for found in rows(
-            "SELECT j.id, j.run_id, j.type, j.public_id, j.message, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
-            " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?", name, now, free
-        ):  # fmt: skip
+        for found in rows(_WAITING_JOBS, name, now, free):
             claim = _claim_job(config, found, name, now)
             if claim is not None:
                 room.begin(name)
@@ -3815,7 +3849,8 @@ def rebind_jobs(config: Config, now: int) -> None:
     """After the config changed: jobs that have no message yet go by the sender their step now names, and those whose
     sender is gone fail, where a person sees them."""
     for job_id, state, name, has_message, run_id, workflow_name, step_id in rows(
-        "SELECT j.id, j.state, j.sender, j.message IS NOT NULL, r.id, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+        "SELECT j.id, j.state, j.sender, j.message IS NOT NULL, r.id, r.workflow, j.step"
+        " FROM jobs j JOIN runs r ON r.id = j.run_id"
         " WHERE j.state IN ('delayed', 'waiting') AND j.sender IS NOT NULL"
     ):
         workflow = config.workflows.get(workflow_name or "")
@@ -3972,7 +4007,8 @@ def _connection_words(error: BaseException) -> str:
         cause = error.os_error
         if isinstance(cause, ssl.SSLError):
             return f"TLS failed: {cause.reason or cause}"
-        return f"cannot connect: {os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__}"
+        known = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror
+        return f"cannot connect: {known or type(cause).__name__}"
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "the server closed the connection without an answer; the message may have arrived"
     if isinstance(error, OSError) and error.errno:
@@ -3995,8 +4031,9 @@ async def send_mail(claim: Claim, message: Message) -> SendResult:
     settings: SmtpSettings = claim.sender
     _, sender = _split_from(settings.sender)
     client = aiosmtplib.SMTP(
-        hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND, start_tls=settings.tls == "starttls",
-        use_tls=settings.tls == "implicit", local_hostname=settings.hello or sender.rpartition("@")[2],
+        hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND,
+        start_tls=settings.tls == "starttls", use_tls=settings.tls == "implicit",
+        local_hostname=settings.hello or sender.rpartition("@")[2],
         tls_context=None if settings.tls == "none" else _tls_context(settings),
     )  # fmt: skip
     try:
@@ -4028,7 +4065,7 @@ def _split_from(text: str) -> tuple[str, str]:
 
 
 def _judge_mail_error(claim: Claim, error: Exception) -> SendResult:
-    """What an SMTP error means: 5xx is final, apart from a refused login, which a person mends; the rest is tried again."""
+    """What an SMTP error means: 5xx is final, but for a refused login, which a person mends; the rest comes again."""
     import ssl
 
     import aiosmtplib
@@ -4063,7 +4100,10 @@ def send_to_log(claim: Claim, message: Message) -> SendResult:
 # Writes down what came of a try and decides what follows: done, another try, or giving up. Owns the moves of jobs out
 # of active and the end of attempts.
 
-_FINISH_ATTEMPT = "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ? WHERE id = ? AND outcome IS NULL"
+_FINISH_ATTEMPT = (
+    "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ?"
+    " WHERE id = ? AND outcome IS NULL"
+)
 
 
 def next_try_at(sender: SenderSettings, tries: int, now: int, result: SendResult) -> int | None:
@@ -4135,7 +4175,8 @@ def recover_interrupted(config: Config, now: int) -> int:
     then the message is held to be the cause.
     """
     found = rows(
-        "SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'active'"
+        "SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id"
+        " WHERE j.state = 'active'"
     )
     for job_id, run_id, step, tries, workflow in found:
         execute(
@@ -4268,7 +4309,8 @@ def purge(before: int, limit: int = 50) -> int:
     """
     old = rows(
         "SELECT id FROM runs r WHERE state IN ('completed', 'cancelled') AND finished_at < ? AND NOT EXISTS"
-        f" (SELECT 1 FROM jobs j WHERE j.run_id = r.id AND (j.state = 'failed' OR j.state IN {UNFINISHED} OR j.finished_at >= ?))"
+        f" (SELECT 1 FROM jobs j WHERE j.run_id = r.id"
+        f" AND (j.state = 'failed' OR j.state IN {UNFINISHED} OR j.finished_at >= ?))"
         " ORDER BY finished_at LIMIT ?", before, before, limit
     )  # fmt: skip
     for (run_id,) in old:
@@ -4341,7 +4383,7 @@ class ConfigWatch:
     gets it compares hashes.
     """
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, look: Callable[[], Any]) -> None:
         self.look = look
         self.files: tuple[pathlib.Path, ...] = ()
         self.stop_event = threading.Event()
@@ -4433,7 +4475,7 @@ class Daemon:
             self.loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
         for service in self.services:
             await service.start(self)
-        self.watch = ConfigWatch(lambda: self.loop.call_soon_threadsafe(self._look_at_config))
+        self.watch = ConfigWatch(functools.partial(self.loop.call_soon_threadsafe, self._look_at_config))
         self.watch.follow(self.config.files)
         notify_systemd(f"READY=1\nSTATUS={self._status()}")
         log.info("digestd %s serves %s", __version__, self.config.source)
@@ -4601,13 +4643,14 @@ class Daemon:
             self.wakeup.set()
 
     async def _drain(self) -> None:
-        """Take nothing new, let what is under way end, record it. What is not done in time is repeated after a start."""
+        """Take nothing new, let what is under way end, record it. What is not done in time is repeated later."""
         closing = asyncio.gather(*(service.stop() for service in self.services))
         deadline = self.clock.monotonic() + self.config.daemon.drain_timeout / SECOND
         while (self.flights or self.inbox or not closing.done()) and self.clock.monotonic() < deadline:
             if self.inbox:
                 await self._turn()
-            await asyncio.wait({closing, *self.flights}, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+            under_way: set[asyncio.Future[Any]] = {closing, *self.flights}
+            await asyncio.wait(under_way, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
         if self.flights:
             log.warning("%d tries did not end in time; they are repeated after the next start", len(self.flights))
             for task in self.flights:
@@ -4723,10 +4766,11 @@ class Daemon:
     def _ping_watchdog(self) -> None:
         """After a finished pass, so that a loop that hangs is noticed."""
         interval_us = os.environ.get("WATCHDOG_USEC", "")
-        if interval_us.isdigit() and os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
-            if self.clock.monotonic() - self.pinged >= int(interval_us) / 2_000_000 - 0.5 * LOOK_S:
-                self.pinged = self.clock.monotonic()
-                notify_systemd("WATCHDOG=1")
+        if not interval_us.isdigit() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+            return
+        if self.clock.monotonic() - self.pinged >= int(interval_us) / 2_000_000 - 0.5 * LOOK_S:
+            self.pinged = self.clock.monotonic()
+            notify_systemd("WATCHDOG=1")
 
     def _purge(self) -> None:
         before = self.clock.now() - self.config.daemon.retention
@@ -4739,7 +4783,7 @@ class Daemon:
         database.execute_sql("PRAGMA optimize")
 
     def _tend_wal(self) -> None:
-        """When idle, move the log into the database with a connection and a thread of its own; warn when it only grows."""
+        """When idle, move the log into the database, with a connection and thread of its own; warn if it only grows."""
         wal = self.config.database.with_name(self.config.database.name + "-wal")
         size = wal.stat().st_size if wal.exists() else 0
         if size > 256 << 20:
@@ -4869,7 +4913,7 @@ class Api:
 
     def __init__(self) -> None:
         self.runner: Any = None
-        self.sockets: list[pathlib.Path] = []
+        self.sockets: list[str] = []
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -4895,11 +4939,10 @@ class Api:
                 for handed in systemd_sockets():
                     await web.SockSite(self.runner, handed).start()
             elif listen.kind == "unix":
-                path = pathlib.Path(listen.host)
-                _remove_stale_socket(path)
-                await web.UnixSite(self.runner, str(path)).start()
-                path.chmod(0o660)
-                self.sockets.append(path)
+                _remove_stale_socket(listen.host)
+                await web.UnixSite(self.runner, listen.host).start()
+                os.chmod(listen.host, 0o660)
+                self.sockets.append(listen.host)
             else:
                 await web.TCPSite(self.runner, listen.host, listen.port, reuse_address=True, backlog=1024).start()
         except OSError as error:
@@ -4918,7 +4961,8 @@ class Api:
         if self.runner is not None:
             await self.runner.cleanup()
         for path in self.sockets:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
         from aiohttp import web
@@ -5069,27 +5113,26 @@ def systemd_sockets() -> list[socket.socket]:
     return found
 
 
-def _remove_stale_socket(path: pathlib.Path) -> None:
+def _remove_stale_socket(path: str) -> None:
     """A socket file that nobody listens on is left over from a crash."""
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # 16 Simulator
 # ----------------------------------------------------------------------------------------------------------------------
-# The real engine under a virtual clock, on a database in memory, with senders that record. It drives the tick exactly as
-# the daemon does, and tells what happened by reading the rows.
+# The real engine under a virtual clock, on a database in memory, with senders that record. It drives the tick exactly
+# as the daemon does, and tells what happened by reading the rows.
 
 
 class SimulatedReply(NamedTuple):
     """What a sender will answer: a status, timeout, or an SMTP code."""
 
-    status: int | str
+    status: Any
     retry_after_ms: int | None
 
 
@@ -5149,7 +5192,8 @@ class Simulation:
             row("SELECT 1 FROM events WHERE state = 'received' LIMIT 1")
             or row(
                 f"SELECT 1 FROM digests d WHERE state IN ('open', 'held') AND (EXISTS (SELECT 1 FROM events e"
-                f" WHERE e.digest_id = d.id AND {own}) OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id))"
+                f" WHERE e.digest_id = d.id AND {own})"
+                " OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id))"
             )
             or row(
                 f"SELECT 1 FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state IN {UNFINISHED}"
@@ -5209,8 +5253,8 @@ class Simulation:
     def _play(self, line: dict[str, Any] | str) -> Iterator[dict[str, Any]]:
         """One line; what is refused is told and nothing else happens."""
         kinds = {
-            "trigger": self._trigger, "cancel": self._cancel, "subscriber": self._subscriber, "repeatable": self._repeatable,
-            "remove_repeatable": self._remove, "down": self._down, "reply": self._reply,
+            "trigger": self._trigger, "cancel": self._cancel, "subscriber": self._subscriber,
+            "repeatable": self._repeatable, "remove_repeatable": self._remove, "down": self._down, "reply": self._reply,
         }  # fmt: skip
         try:
             if isinstance(line, str):
@@ -5268,7 +5312,8 @@ class Simulation:
         )
         if not found:
             raise Rejected(404, f"no repeatable has the key {key!r}")
-        retire_repeatable(*found, self.clock.now())
+        spec_id, name, state = found
+        retire_repeatable(spec_id, name, state, self.clock.now())
 
     def _down(self, span: Any) -> None:
         self.down_until = self.clock.now() + parse_duration(span)
@@ -5306,7 +5351,7 @@ class Simulation:
             {window: came for window, came in arrivals.items() if window not in opened}, False
         )
         yield from self._window_news()
-        self.live_windows |= {window: ("open", 0) for window in sorted(opened)}
+        self.live_windows |= dict.fromkeys(sorted(opened), ("open", 0))
         yield from self._arrival_news({window: came for window, came in arrivals.items() if window in opened}, True)
         yield from self._window_news()
         yield from self._failed_event_news()
@@ -5339,7 +5384,8 @@ class Simulation:
         """By window, the arrivals since the last look: each the transaction ids that came in together."""
         found: dict[int, list[list[str]]] = {}
         placed = rows(
-            "SELECT id, digest_id, transaction_id FROM events WHERE id > ? AND state <> 'received' AND digest_id IS NOT NULL ORDER BY id",
+            "SELECT id, digest_id, transaction_id FROM events"
+            " WHERE id > ? AND state <> 'received' AND digest_id IS NOT NULL ORDER BY id",
             self.seen["events"],
         )
         for event_id, digest_id, transaction_id in placed:
@@ -5364,7 +5410,8 @@ class Simulation:
             events = load_events(None, window_id)
             fields = {
                 "workflow": workflow, "step": step, "subscriberId": subscriber_id, "key": _key_value(key),
-                "transactionIds": [event.transaction_id for event in events], "eventCount": len(events), "reason": reason,
+                "transactionIds": [event.transaction_id for event in events], "eventCount": len(events),
+                "reason": reason,
             }  # fmt: skip
             if state == "held":
                 fields |= {"until": iso_text(due_at), "waits": waits}
@@ -5404,8 +5451,8 @@ class Simulation:
 
     def _job_fields(self, job_id: int) -> dict[str, Any]:
         step, kind, sender, workflow, subscriber_id, event_id, digest_id, spec_id, slot_at = row(
-            "SELECT j.step, j.type, j.sender, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id, r.slot_at"
-            " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
+            "SELECT j.step, j.type, j.sender, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id,"
+            " r.slot_at FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
         )  # fmt: skip
         claim = self.kept.get(job_id)
         message = claim.message.summary if claim is not None and claim.message is not None else None
@@ -5415,13 +5462,14 @@ class Simulation:
         key = row("SELECT key FROM digests WHERE id = ?", digest_id)[0] if digest_id is not None else ""
         return {
             "workflow": workflow, "step": step, "channel": kind if kind in CHANNELS else None, "sender": sender,
-            "subscriberId": subscriber_id, "key": _key_value(key), "transactionIds": [event.transaction_id for event in events],
-            "eventCount": len(events), "message": message,
+            "subscriberId": subscriber_id, "key": _key_value(key), "eventCount": len(events), "message": message,
+            "transactionIds": [event.transaction_id for event in events],
         }  # fmt: skip
 
     def _spec_news(self) -> Iterator[dict[str, Any]]:
         for spec_id, name, state, reason in rows(
-            "SELECT id, name, state, reason FROM repeatables WHERE state IN ('finished', 'broken') AND coalesce(finished_at, updated_at) = ?",
+            "SELECT id, name, state, reason FROM repeatables"
+            " WHERE state IN ('finished', 'broken') AND coalesce(finished_at, updated_at) = ?",
             self.clock.now(),
         ):
             if (spec_id, state) not in self.over:
@@ -5572,7 +5620,8 @@ def command_check(arguments: argparse.Namespace) -> int:
         return error.exit_code
     for warning in config.warnings if not arguments.json else ():
         print(f"warning: {warning}")
-    text = f"{config.source}: fine: {len(config.workflows)} workflows, {len(config.repeatables)} repeatables, {len(config.senders)} senders"
+    counted = [f"{len(getattr(config, table))} {table}" for table in ("workflows", "repeatables", "senders")]
+    text = f"{config.source}: fine: {', '.join(counted)}"
     show(arguments, {"ok": True, "problems": [], "warnings": [warning._asdict() for warning in config.warnings]}, text)
     return 0
 
@@ -5628,9 +5677,8 @@ def command_trigger(arguments: argparse.Namespace) -> int:
     body = {"name": arguments.workflow, "to": to, "payload": _payload_argument(arguments.payload)}
     body["transactionId"] = arguments.transaction_id
     trigger = check_trigger(config, body, SystemClock().now())
-    with store_of(config, must_exist=False) as now, _store_errors(str(config.database)):
-        with transaction():
-            answer, events = record_trigger(trigger, now)
+    with store_of(config, must_exist=False) as now, _store_errors(str(config.database)), transaction():
+        answer, events = record_trigger(trigger, now)
     for reason in answer.errors:
         print(f"digestd: {reason}", file=sys.stderr)
     text = (
@@ -5646,7 +5694,8 @@ def command_trigger(arguments: argparse.Namespace) -> int:
 def _trigger_lines(arguments: argparse.Namespace, config: Config) -> int:
     """Each line a trigger as the API takes it; a bad line is told and the others go on."""
     source = sys.stdin if arguments.jsonl == "-" else _open_lines(arguments.jsonl)
-    recorded, refused, batch = 0, 0, []
+    recorded, refused = 0, 0
+    batch: list[Trigger] = []
     clock = SystemClock()
 
     def flush() -> int:
