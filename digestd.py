@@ -1064,8 +1064,12 @@ def _at_path(item: Any, path: str) -> str:
     if isinstance(item, bool):
         return "true" if item else "false"
     if isinstance(item, (dict, list)):
-        return json.dumps(item, ensure_ascii=False) if item else ""
+        return json.dumps(item, ensure_ascii=False, separators=(",", ":")) if item else ""
     return str(item)
+
+
+def _plain(text: Any) -> str:
+    return "".join((str(text),))
 
 
 def filter_to_sentence(
@@ -1075,6 +1079,10 @@ def filter_to_sentence(
     """Novu's toSentence: "Ada, Grace, and 3 others"."""
     if not isinstance(items, list) or not items:
         return ""
+    # Literals in a template come as Markup, which would escape again what is joined to it.
+    words_connector, two_words_connector, last_word_connector, overflow = map(
+        _plain, (words_connector, two_words_connector, last_word_connector, overflow)
+    )
     words = [_at_path(item, str(key_path or "")) for item in items]
     limit = max(0, int(limit))
     if len(words) == 1:
@@ -1097,20 +1105,21 @@ def filter_pluralize(value: Any, singular: str = "", plural: str = "", show_coun
         count = len(value)
     else:
         try:
-            count = float(value)
+            count = float(value if not isinstance(value, str) or "_" not in value else "")
         except (TypeError, ValueError):
             return ""
     if not 0 < count < float("inf"):
         return ""
     noun = singular if count == 1 else plural or english_plural(singular)
-    return f"{count:g} {noun}" if str(show_count) == "true" and not isinstance(show_count, bool) else noun
+    number = int(count) if count == int(count) else count
+    return f"{number} {noun}" if str(show_count) == "true" and not isinstance(show_count, bool) else noun
 
 
 def filter_digest(items: Any, max_names: Any = 2, key_path: str = "", separator: str = ", ") -> str:
     """Novu's older digest filter: "Ada, Grace and 3 others"."""
     if not isinstance(items, list) or not items:
         return ""
-    words = [_at_path(item, str(key_path or "")) for item in items]
+    words, separator = [_at_path(item, str(key_path or "")) for item in items], _plain(separator)
     limit = max(0, int(max_names))
     if len(words) <= 2:
         return " and ".join(words)
@@ -1158,9 +1167,8 @@ def render_template(text: str, context: dict[str, Any], html: bool = False) -> s
     try:
         return compile_template(text, html).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
-        raise PermanentFailure(
-            f"the template failed: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from error
+        words = str(error.args[0]) if error.args else type(error).__name__
+        raise PermanentFailure(f"the template failed: {one_line(words)}") from error
 
 
 # -- field types -------------------------------------------------------------------------------------------------------
@@ -1240,6 +1248,15 @@ def _secret_file(kind: str, name: str, context: dict[str, Any]) -> str:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
     context.setdefault("files", []).append(path)
     return text.strip("\r\n")
+
+
+def _existing_file(name: str, info: pydantic.ValidationInfo) -> str:
+    """A file named in the config, relative to it; its full path."""
+    context = info.context or {}
+    path = pathlib.Path(context.get("base", ".")) / name
+    if context.get("secrets", True) and not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    return str(path)
 
 
 def _webhook_key(secret: pydantic.SecretStr, info: pydantic.ValidationInfo) -> pydantic.SecretStr:
@@ -1394,7 +1411,7 @@ class SmtpSettings(SenderSettings):
     ]
     username: str | None = None
     password: Secret | None = None
-    ca_file: str | None = None
+    ca_file: Annotated[str, pydantic.AfterValidator(_existing_file)] | None = None
     hello: str | None = None
     timeout: Duration = 30 * SECOND
     retry: list[Duration] = [MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, 24 * HOUR]
@@ -3496,8 +3513,9 @@ def _repeatable_draft(config: Config, job_id: int, public_id: str, now: int) -> 
 
 
 def _clean_line(text: str) -> str:
-    """A text fit for one header line: breaks and control characters become blanks, and it ends somewhere."""
-    line = " ".join("".join(" " if not char.isprintable() else char for char in text).split())
+    """A text fit for one header line: breaks and control characters become blanks, and it ends somewhere. The joiners
+    that scripts and emoji need stay."""
+    line = " ".join("".join(char if char.isprintable() or char in "\u200c\u200d" else " " for char in text).split())
     return line if len(line) <= MAX_SUBJECT else line[: MAX_SUBJECT - 1] + "…"
 
 
@@ -3549,7 +3567,7 @@ def _events_text(events: Sequence[DigestedEvent]) -> tuple[str, int]:
     for number, event in enumerate(events):
         head = f'{{"id":"{event.id}","time":"{iso_text(event.time_at)}"'
         tail = f',"transactionId":{_dumps(event.transaction_id)}}}'
-        size += len(event.payload_text)
+        size += len(event.payload_text.encode())
         if cut or number >= MAX_EVENTS_SHOWN or size > MAX_EVENTS_BYTES:
             cut += 1
             parts.append(head + tail)
@@ -3633,6 +3651,8 @@ def _header_text(text: str) -> str:
 def _mailbox_header(name: str, address: str) -> str:
     from email.utils import quote
 
+    # A local part beyond ASCII goes out raw, for a server with SMTPUTF8; an encoded word would be another address.
+    address = address.encode().decode("ascii", "surrogateescape")
     if not name:
         return address
     return (
@@ -3778,9 +3798,13 @@ def _first_draft(config: Config, found: Any, now: int) -> Draft | None:
     missing = missing_address(draft)
     if missing is None:
         return draft
+    state = "skipped"
     if kind == "in_app":  # the feed needs no address
-        write_inbox(draft, compose_log(draft, render_content(draft)), now)
-    _end_without_sending(config, job_id, run_id, workflow, step, "skipped", missing, now)
+        try:
+            write_inbox(draft, compose(dataclasses.replace(draft, sender=None)), now)
+        except PermanentFailure as error:
+            state, missing = "failed", error.message
+    _end_without_sending(config, job_id, run_id, workflow, step, state, missing, now)
     return None
 
 
@@ -3927,49 +3951,43 @@ class Senders:
 
     async def send(self, claim: Claim) -> SendResult:
         """Make one try. Never raises: what goes wrong is the result, and a bug is a temporary failure."""
-        assert claim.message is not None
+        line: Any = None
         try:
             async with asyncio.timeout(claim.sender.timeout / SECOND):
                 if isinstance(claim.sender, WebhookSettings):
-                    return await self._send_webhook(claim, claim.message)
+                    return await self._send_webhook(claim)
                 if isinstance(claim.sender, SmtpSettings):
-                    return await send_mail(claim, claim.message)
-                return send_to_log(claim, claim.message)
+                    line = mail_line(claim.sender)
+                    return await send_mail(line, claim)
+                return send_to_log(claim)
         except TimeoutError:
             return result_of(claim, "temporary", f"no answer within {duration_text(claim.sender.timeout)}")
         except Exception as error:
             log.exception("a bug met the try %s of job %s", claim.number, claim.job_id)
-            return result_of(claim, "temporary", f"a bug in digestd: {type(error).__name__}: {error}")
+            return result_of(claim, "temporary", bug_text(error))
+        finally:
+            if (
+                line is not None
+            ):  # outside the try's time: a server that is silent at QUIT has taken the mail all the same
+                await _hang_up(line)
 
-    async def _send_webhook(self, claim: Claim, message: Message) -> SendResult:
+    async def _send_webhook(self, claim: Claim) -> SendResult:
         import aiohttp
 
-        settings, body = claim.sender, message.body.encode()
-        timestamp_s = claim.started_at // SECOND
-        headers = {
-            "Content-Type": message.content_type,
-            "User-Agent": f"digestd/{__version__}",
-            "webhook-id": claim.public_id,
-            "webhook-timestamp": str(timestamp_s),
-        }
-        if settings.secret is not None:
-            headers["webhook-signature"] = sign_webhook(
-                settings.secret.get_secret_value(), claim.public_id, timestamp_s, body
-            )
+        settings, body, headers = claim.sender, _body_of(claim), _webhook_headers(claim)
         if self.session is None:
             connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
             self.session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar()
-            )
+                connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )  # fmt: skip
         try:
             async with self.session.post(settings.url, data=body, headers=headers, allow_redirects=False) as reply:
-                said = short_reply(await reply.content.read(MAX_REPLY))
                 outcome, reason = judge_status(reply.status, _shown_url(reply.headers.get("Location", "")))
-                span, instant = (
-                    parse_retry_after(reply.headers.get("Retry-After")) if outcome == "temporary" else (None, None)
-                )
-                said = f"{reason}: {said}" if reason and said else reason or said
-                return result_of(claim, outcome, said or None, reply.status, span, instant)
+                said = hide_url(await _read_reply(reply, settings.timeout), settings.url)
+                later = reply.headers.get("Retry-After") if outcome == "temporary" else None
+                words = ": ".join(part for part in (reason, said) if part)
+                return result_of(claim, outcome, words or None, reply.status, *parse_retry_after(later))
         except aiohttp.ClientError as error:
             return result_of(claim, "temporary", _connection_words(error))
 
@@ -3987,9 +4005,53 @@ def result_of(
     return SendResult(claim.job_id, claim.attempt_id, outcome, reason, status_code, retry_after_ms, retry_at)
 
 
+def _body_of(claim: Claim) -> bytes:
+    assert claim.message is not None
+    return claim.message.body.encode("utf-8", "surrogateescape")
+
+
+def _webhook_headers(claim: Claim) -> dict[str, str]:
+    """Standard Webhooks: the same id on every try, the time and the signature of this one."""
+    assert claim.message is not None
+    timestamp_s, secret = claim.started_at // SECOND, claim.sender.secret
+    headers = {
+        "Content-Type": claim.message.content_type,
+        "User-Agent": f"digestd/{__version__}",
+        "webhook-id": claim.public_id,
+        "webhook-timestamp": str(timestamp_s),
+    }
+    if secret is not None:
+        signature = sign_webhook(secret.get_secret_value(), claim.public_id, timestamp_s, _body_of(claim))
+        headers["webhook-signature"] = signature
+    return headers
+
+
+async def _read_reply(reply: Any, timeout_ms: int) -> str:
+    """The beginning of an answer's body. The status has decided: a body that is broken or late changes nothing."""
+    import aiohttp
+
+    data = b""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(min(2, timeout_ms / SECOND / 4)):
+            data = await reply.content.read(MAX_REPLY)
+    return short_reply(data)
+
+
+def hide_url(text: str, url: str) -> str:
+    """What the other side said, without the parts of our URL: one that echoes its path would give a secret away."""
+    import yarl
+
+    parsed = yarl.URL(url)
+    parts = [parsed.raw_path_qs, parsed.raw_path, parsed.raw_query_string, *parsed.raw_parts, *parsed.query.values()]
+    parts += [parsed.path_qs, parsed.path, parsed.query_string, *parsed.parts]
+    for part in sorted({part for part in parts if len(part) >= 4}, key=len, reverse=True):
+        text = text.replace(part, "…")
+    return text
+
+
 def _shown_url(url: str) -> str:
     """A URL without what may be secret in it: scheme, host and port."""
-    match = re.match(r"(https?://)(?:[^/@]*@)?([^/?#]*)", url)
+    match = re.match(r"((?:https?:)?//)(?:[^/@]*@)?([^/?#]*)", url)
     return f"{match[1]}{match[2]}/…" if match else url[:1] and "a path on the same host"
 
 
@@ -4024,54 +4086,70 @@ def _tls_context(settings: SmtpSettings) -> ssl.SSLContext:
     return context
 
 
-async def send_mail(claim: Claim, message: Message) -> SendResult:
-    """One mail over one connection: TLS as set, login, MAIL, RCPT, DATA. An error at QUIT changes nothing."""
-    import aiosmtplib
-
-    settings: SmtpSettings = claim.sender
-    _, sender = _split_from(settings.sender)
-    client = aiosmtplib.SMTP(
-        hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND,
-        start_tls=settings.tls == "starttls", use_tls=settings.tls == "implicit",
-        local_hostname=settings.hello or sender.rpartition("@")[2],
-        tls_context=None if settings.tls == "none" else _tls_context(settings),
-    )  # fmt: skip
-    try:
-        await client.connect()
-        if settings.username is not None and settings.password is not None:
-            await client.login(settings.username, settings.password.get_secret_value())
-        to = message.to or ""
-        options = []
-        if not (to + sender).isascii():
-            if not client.supports_extension("smtputf8"):
-                return result_of(claim, "permanent", f"{to} needs SMTPUTF8, which the mail server does not offer")
-            options = ["SMTPUTF8"]
-        _, said = await client.sendmail(
-            sender, [to], message.body.encode("utf-8", "surrogateescape"), mail_options=options
-        )
-        return result_of(claim, "sent", short_reply(said.encode()), 250)
-    except Exception as error:
-        return _judge_mail_error(claim, error)
-    finally:
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(client.quit(), 2)
-        client.close()
-
-
-def _split_from(text: str) -> tuple[str, str]:
+def _sender_address(settings: SmtpSettings) -> str:
     import email.utils
 
-    return email.utils.parseaddr(text)
+    return _ascii_domain(email.utils.parseaddr(settings.sender)[1])
 
 
-def _judge_mail_error(claim: Claim, error: Exception) -> SendResult:
+def mail_line(settings: SmtpSettings) -> Any:
+    """A connection to a mail server, not yet made."""
+    import aiosmtplib
+
+    hello = _ascii_domain(f"@{settings.hello}")[1:] if settings.hello else _sender_address(settings).rpartition("@")[2]
+    return aiosmtplib.SMTP(
+        hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND, local_hostname=hello,
+        start_tls=settings.tls == "starttls", use_tls=settings.tls == "implicit",
+        tls_context=None if settings.tls == "none" else _tls_context(settings),
+    )  # fmt: skip
+
+
+async def _hang_up(line: Any) -> None:
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(line.quit(), 1)
+    line.close()
+
+
+async def _log_in(line: Any, settings: SmtpSettings) -> None:
+    """Log in by one method: trying them all would count a wrong password several times."""
+    if settings.username is None or settings.password is None:
+        return
+    password = settings.password.get_secret_value()
+    if "plain" in line.supported_auth_methods:
+        await line.auth_plain(settings.username, password)
+    else:
+        await line.login(settings.username, password)
+
+
+async def send_mail(line: Any, claim: Claim) -> SendResult:
+    """One mail over one connection: TLS as set, login, MAIL, RCPT, DATA."""
+    assert claim.message is not None
+    settings, to, stage = claim.sender, claim.message.to or "", "connecting"
+    try:
+        await line.connect()
+        if line.is_ehlo_or_helo_needed:
+            await line.ehlo()
+        await _log_in(line, settings)
+        sender, options, encoding = _sender_address(settings), [], "ascii"
+        if not (to + sender).isascii():
+            if not line.supports_extension("smtputf8"):
+                return result_of(claim, "permanent", f"{to} needs SMTPUTF8, which the mail server does not offer")
+            options, encoding = ["SMTPUTF8", "BODY=8BITMIME"], "utf-8"
+        await line.mail(sender, options=options, encoding=encoding)
+        await line.rcpt(to, encoding=encoding)
+        stage = "data"
+        code, said = await line.data(_body_of(claim))
+        return result_of(claim, "sent", short_reply(said.encode()), code)
+    except Exception as error:
+        return _judge_mail_error(claim, error, stage)
+
+
+def _judge_mail_error(claim: Claim, error: Exception, stage: str) -> SendResult:
     """What an SMTP error means: 5xx is final, but for a refused login, which a person mends; the rest comes again."""
     import ssl
 
     import aiosmtplib
 
-    if isinstance(error, aiosmtplib.SMTPRecipientsRefused):
-        error = error.recipients[0]
     if isinstance(error, aiosmtplib.SMTPResponseException):
         said = f"{error.code} {short_reply(str(error.message).encode())}"
         if isinstance(error, aiosmtplib.SMTPAuthenticationError):
@@ -4080,16 +4158,19 @@ def _judge_mail_error(claim: Claim, error: Exception) -> SendResult:
     if isinstance(error, aiosmtplib.SMTPNotSupported):
         return result_of(claim, "temporary", f"the server does not offer it: {one_line(str(error))}")
     if isinstance(error, (aiosmtplib.SMTPServerDisconnected, aiosmtplib.SMTPReadTimeoutError)):
-        return result_of(claim, "temporary", f"the connection broke: {one_line(str(error))}; the mail may arrive twice")
+        twice = "; the mail may arrive twice" if stage == "data" else ""
+        return result_of(claim, "temporary", f"the connection broke: {one_line(str(error))}{twice}")
     if isinstance(error, (aiosmtplib.SMTPException, ssl.SSLError, OSError)):
         return result_of(claim, "temporary", one_line(str(error)) or type(error).__name__)
     raise error
 
 
-def send_to_log(claim: Claim, message: Message) -> SendResult:
+def send_to_log(claim: Claim) -> SendResult:
     """Print a message: a line for what it is, and the body behind bars, so that no text can forge a line of the log."""
-    lines = [f"message {claim.public_id} by {claim.sender_name} to {message.to or '-'}: {message.subject}"]
-    lines += [f"  | {one_line(line)}" for line in message.body.splitlines()]
+    assert claim.message is not None
+    message = claim.message
+    head = f"message {claim.public_id} by {claim.sender_name} to {message.to or '-'}: {message.subject}"
+    lines = [one_line(head), *(f"  | {one_line(line)}" for line in message.body.splitlines())]
     log.info("%s", "\n".join(lines))
     return result_of(claim, "sent")
 

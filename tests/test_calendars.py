@@ -15,11 +15,11 @@ import random
 import zoneinfo
 
 import pytest
+from conftest import World
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import digestd
-from conftest import World
 
 DATA = pathlib.Path(__file__).parent / "data"
 at_ms = digestd.parse_instant
@@ -364,7 +364,7 @@ MORE_ZONES = [
 ]
 
 
-YEARS = (2010, 2028)  # with the day that Samoa left out
+YEARS = range(2010, 2029)  # with the day that Samoa left out
 
 
 def offset_at(second: int, zone: zoneinfo.ZoneInfo) -> dt.timedelta:
@@ -372,12 +372,12 @@ def offset_at(second: int, zone: zoneinfo.ZoneInfo) -> dt.timedelta:
 
 
 @functools.cache
-def clock_changes(name: str, first_year: int, last_year: int) -> list[tuple[int, dt.timedelta, dt.timedelta]]:
+def clock_changes(name: str) -> list[tuple[int, dt.timedelta, dt.timedelta]]:
     """(second, offset before, offset after) of every change of a zone's clock, found by walking and halving."""
     zone = zoneinfo.ZoneInfo(name)
     found = []
-    low = int(dt.datetime(first_year, 1, 1, tzinfo=dt.UTC).timestamp())
-    end = int(dt.datetime(last_year + 1, 1, 1, tzinfo=dt.UTC).timestamp())
+    low = int(dt.datetime(YEARS[0], 1, 1, tzinfo=dt.UTC).timestamp())
+    end = int(dt.datetime(YEARS[-1] + 1, 1, 1, tzinfo=dt.UTC).timestamp())
     while low < end:
         high = low + 12 * 3600
         if offset_at(low, zone) != offset_at(high, zone):
@@ -409,8 +409,10 @@ def test_each_planned_local_time_gives_exactly_one_instant_around_every_clock_ch
     checks = 0
     for name in SIXTEEN_ZONES:
         zone = digestd.load_zone(name)
-        for change in clock_changes(name, 2024, 2026):
+        for change in clock_changes(name):
             middle = digestd.local_time(change[0] * 1000, zone).date()
+            if middle.year not in (2024, 2025, 2026):
+                continue
             days = [middle + dt.timedelta(days=ahead) for ahead in (-2, -1, 0, 1, 2)]
             for half_hour in range(48):
                 hour, minute = divmod(half_hour * 30, 60)
@@ -430,7 +432,7 @@ def test_each_planned_local_time_gives_exactly_one_instant_around_every_clock_ch
 def near_clock_changes(draw):
     """A zone and an instant, mostly within three days of a change of its clock."""
     name = draw(st.sampled_from(SIXTEEN_ZONES + MORE_ZONES))
-    changes = clock_changes(name, *YEARS)
+    changes = clock_changes(name)
     if not changes or draw(st.integers(0, 9)) == 0:
         return name, draw(MOMENTS), None
     change = draw(st.sampled_from(changes))
@@ -438,11 +440,11 @@ def near_clock_changes(draw):
 
 
 @given(matcher=cron_texts(seconds=False), place=near_clock_changes())
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 def test_any_cron_near_a_clock_change_agrees_with_the_planned_local_times(matcher, place):
     name, at, change = place
     assume(matcher.can_happen() and change is not None)
-    others = [other for other in clock_changes(name, *YEARS) if 0 < abs(other[0] - change[0]) < 9 * 86400]
+    others = [other for other in clock_changes(name) if 0 < abs(other[0] - change[0]) < 9 * 86400]
     assume(not others)  # the oracle knows one change at a time
     zone = digestd.load_zone(name)
     first = digestd.local_time(at, zone).date() - dt.timedelta(days=2)
@@ -554,8 +556,8 @@ def test_a_rule_in_words_means_what_it_says(text, expected):
     [
         "", "   ", "every", "every 15", "every 0s", "every -5m", "every blue moon", "daily at 25:00", "daily at 9",
         "daily at 09:60", "daily at 9:00 pm", "hourly at 09:00", "every minute on monday", "daily on monday",
-        "weekly on someday", "weekly on 1", "monthly on 0", "monthly on 32", "monthly on sixth monday", "monthly on monday",
-        "yearly", "tomorrow",
+        "weekly on someday", "weekly on 1", "monthly on 0", "monthly on 32", "monthly on sixth monday",
+        "monthly on monday", "yearly", "tomorrow",
     ],
 )  # fmt: skip
 def test_a_rule_in_words_that_means_nothing_is_refused(text):
@@ -829,7 +831,7 @@ def weeks_near(draw, place) -> dict:
 
 
 @given(data=st.data(), place=near_clock_changes())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_inside_and_next_start_never_disagree(data, place):
     name, at, _ = place
     week = data.draw(weeks_near(place))
@@ -839,7 +841,7 @@ def test_inside_and_next_start_never_disagree(data, place):
     if start == at:
         return
     # Both ends of a slot, and every change of a clock in these years, lie on a whole minute.
-    last = at + 15 * digestd.DAY if start is None else start - 1
+    last = at + 9 * digestd.DAY if start is None else start - 1
     first_minute = at - at % digestd.MINUTE + digestd.MINUTE
     missed = next(
         (minute for minute in range(first_minute, last + 1, digestd.MINUTE) if schedule.is_inside(minute)), None
@@ -912,6 +914,9 @@ def test_hours_that_are_no_time_of_day_are_refused(time, end):
         digestd.parse_schedule({"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [hours]}}})
 
 
+LATE = {"start": "24:00", "end": "02:00"}
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -925,7 +930,7 @@ def test_hours_that_are_no_time_of_day_are_refused(time, end):
         {"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [["09:00", "17:00"]]}}},
         {"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [{"start": "09:00"}]}}},
         {"isEnabled": False, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [{"start": "x", "end": "y"}]}}},
-        {"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [{"start": "24:00", "end": "02:00"}]}}},
+        {"isEnabled": True, "weeklySchedule": {"friday": {"isEnabled": True, "hours": [LATE]}}},
     ],
 )  # fmt: skip
 def test_a_schedule_of_another_shape_is_refused(value):
@@ -993,15 +998,16 @@ def test_next_answers_each_line_with_times_or_the_reason(cli):
         assert list(answer) == ["error"] and isinstance(answer["error"], str) and answer["error"], line
 
 
-@pytest.mark.parametrize("at", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00"])
 @pytest.mark.parametrize("rule", ["0 9 * * *", "every 15m", "monthly on last at 09:00"])
-def test_next_from_the_edge_of_the_calendar_breaks_no_other_line(cli, rule, at):
-    lines = [{"rule": rule, "timezone": zone, "from": at} for zone in ("UTC", "Pacific/Kiritimati", "America/Adak")]
+def test_next_from_the_edge_of_the_calendar_breaks_no_other_line(cli, rule):
+    edges = ["9999-12-31T23:59:59Z", "9999-12-31T23:59:60Z", "0001-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00"]
+    zones = ["UTC", "Pacific/Kiritimati", "America/Adak"]
+    lines = [{"rule": rule, "timezone": zone, "from": at} for zone in zones for at in edges]
     lines.append({"rule": "every 15m", "from": "2025-01-01T04:07:00Z", "n": 1})
     done = cli("next", "--jsonl", "-", input="\n".join(map(json.dumps, lines)))
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0
-    assert [list(answer) in (["next"], ["error"]) for answer in answers] == [True] * 4
+    assert [list(answer) in (["next"], ["error"]) for answer in answers] == [True] * len(lines)
     assert answers[-1] == {"next": ["2025-01-01T04:15:00Z"]}
 
 
@@ -1021,7 +1027,7 @@ def test_next_answers_a_thousand_mixed_rules_of_which_none_breaks_another(cli):
             assert answer == {"next": row["next"][:1]} or ("end" in row and not row["next"]), row["id"]
 
 
-@pytest.mark.parametrize("host", ["America/New_York", "Pacific/Kiritimati", ""])
+@pytest.mark.parametrize("host", ["America/New_York", "Pacific/Kiritimati"])
 def test_the_next_times_do_not_depend_on_the_zone_of_the_machine(cli, host):
     done = cli(
         "next",
