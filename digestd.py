@@ -69,7 +69,6 @@ import functools
 import gc
 import hashlib
 import hmac
-import importlib.metadata
 import io
 import json
 import logging
@@ -158,7 +157,7 @@ MOVES: dict[str, set[tuple[str, str]]] = {
     "jobs": JOB_MOVES,
     "repeatables": REPEATABLE_MOVES,
 }
-UNFINISHED_JOB = ("delayed", "waiting", "active")
+UNFINISHED = "('delayed', 'waiting', 'active')"  # the states of a job that has not ended, as SQL writes them
 
 
 class Recipient(NamedTuple):
@@ -1435,7 +1434,6 @@ class LogSettings(SenderSettings):
 
 SENDER_MODELS: dict[str, type[SenderSettings]] = {"webhook": WebhookSettings, "smtp": SmtpSettings, "log": LogSettings}
 AnySender = Annotated[WebhookSettings | SmtpSettings | LogSettings, pydantic.Field(discriminator="type")]
-NEEDS_ADDRESS = ("smtp",)
 
 
 class StepSettings(Settings):
@@ -2229,6 +2227,8 @@ def project_file(name: str) -> str:
     beside = pathlib.Path(__file__).with_name(name)
     if beside.exists():
         return beside.read_text("utf-8")
+    import importlib.metadata
+
     text = importlib.metadata.distribution("digestd").read_text(f"extra_metadata/{name}")
     if text is None:
         raise StoreError(f"{name} is missing from the installation", "install digestd again")
@@ -2444,9 +2444,6 @@ def close_store() -> None:
 SUBSCRIBER_FIELDS = {
     "firstName": "first_name", "lastName": "last_name", "email": "email", "phone": "phone", "avatar": "avatar",
     "locale": "locale", "timezone": "timezone", "data": "data",
-}  # fmt: skip
-TRIGGER_FIELDS = {
-    "name", "to", "payload", "transactionId", "overrides", "actor", "tenant", "context", "bridgeUrl", "agentId",
 }  # fmt: skip
 
 _INSERT_EVENT = (
@@ -2755,12 +2752,15 @@ def subscriber_schedule(config: Config, schedule: str | None, timezone: str | No
     return _schedule_of(schedule, timezone or config.daemon.timezone) if schedule else None
 
 
-def hold_until(
-    config: Config, critical: bool, schedule: str | None, timezone: str | None, waits: int, now: int
-) -> int | None:
+def hours_of(config: Config, subscriber_id: str) -> Schedule | None:
+    """The weekly hours that restrict a subscriber now; None: no restriction."""
+    found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+    return subscriber_schedule(config, *found) if found else None
+
+
+def hold_until(hours: Schedule | None, waits: int, now: int) -> int | None:
     """When a step that waits for the subscriber's hours goes on; None: now. At most three waits; none when the
     schedule never opens."""
-    hours = None if critical else subscriber_schedule(config, schedule, timezone)
     if hours is None or waits >= MAX_WAITS:
         return None
     start = hours.next_start(now)
@@ -2868,9 +2868,9 @@ def _verdict(config: Config, window: Window, now: int) -> int | None:
     """Until when a window that has ended is held for the subscriber's hours; None when it goes on now."""
     workflow = config.workflows.get(window.workflow)
     step = workflow.step(window.step) if workflow else None
-    if workflow is None or not getattr(step, "extend_to_schedule", False):
+    if workflow is None or workflow.critical or not getattr(step, "extend_to_schedule", False):
         return None
-    return hold_until(config, workflow.critical, window.schedule, window.timezone, window.waits, now)
+    return hold_until(subscriber_schedule(config, window.schedule, window.timezone), window.waits, now)
 
 
 def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
@@ -3197,7 +3197,7 @@ class ReadyRun(NamedTuple):
 
 def settle_run(run_id: int, now: int) -> None:
     """active -> completed, once no step is to come and no job is unfinished; -> cancelled when that was asked for."""
-    if row("SELECT 1 FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting', 'active') LIMIT 1", run_id):
+    if row(f"SELECT 1 FROM jobs WHERE run_id = ? AND state IN {UNFINISHED} LIMIT 1", run_id):
         return
     found = row("SELECT reason FROM runs WHERE id = ? AND next_at IS NULL", run_id)
     if found:
@@ -3259,8 +3259,7 @@ def _earlier_digests(digest_id: int) -> list[tuple[str, int]]:
 def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, step: Any, now: int) -> None:
     """A channel step: a job that waits for its sender, or one skipped outside the subscriber's hours."""
     if not workflow.critical and step.type != "in_app":
-        found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
-        hours = subscriber_schedule(config, *found) if found else None
+        hours = hours_of(config, run.subscriber_id)
         if hours is not None and not hours.is_inside(now):
             insert_job(
                 run.id, step.id, step.type, step.sender, "skipped", now, now, "outside the subscriber's schedule"
@@ -3331,9 +3330,8 @@ def _finish_delay(config: Config, job_id: int, run: ReadyRun, waits: int, now: i
     """The delay is over: the run goes on, or waits for the subscriber's hours."""
     workflow = config.workflows.get(run.workflow)
     step = workflow.step(run.step or "") if workflow else None
-    if workflow is not None and isinstance(step, DelayStep) and step.extend_to_schedule:
-        found = row("SELECT schedule, timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
-        until = hold_until(config, workflow.critical, found[0], found[1], waits, now) if found else None
+    if workflow is not None and not workflow.critical and isinstance(step, DelayStep) and step.extend_to_schedule:
+        until = hold_until(hours_of(config, run.subscriber_id), waits, now)
         if until is not None:
             move(Job, job_id, "active", "delayed", due_at=until, waits=waits + 1)
             return
@@ -4304,7 +4302,6 @@ def retry_job(job_id: int, now: int) -> bool:
 # arrived and what follows from it is one commit.
 
 MAX_ROUNDS = 4  # an event goes through place, close, begin and claim in one; a chain of instant steps takes more
-UNFINISHED = "('delayed', 'waiting', 'active')"
 
 
 def tick(config: Config, now: int, room: Room) -> TickReport:
@@ -4435,7 +4432,6 @@ def _purge_discarded(before: int, limit: int) -> int:
 LOOK_S = 1.0  # how often rows that other programs inserted are looked for
 MIN_SLEEP_S = 0.005  # ticks that due times alone cause are this far apart
 MAX_MESSAGES = 500  # taken from the inbox in one turn
-PURGE_ROUNDS = 20
 
 
 class Service(Protocol):

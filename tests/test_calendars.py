@@ -223,6 +223,9 @@ class Matcher:
     def text(self) -> str:
         return " ".join(self.parts)
 
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
     def day_of_month(self, day: dt.date) -> bool:
         last = calendar.monthrange(day.year, day.month)[1]
         return day.day in self.values["day of month"] or (self.last_day and day.day == last)

@@ -236,6 +236,10 @@ def test_the_config_of_the_contract_gives_two_digests_by_post_and_mail_and_three
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 
+TWICE_INTERRUPTED = """
+SELECT count(*) FROM jobs WHERE state IN ('waiting', 'active')
+AND (SELECT count(*) FROM attempts WHERE job_id = jobs.id AND outcome = 'interrupted') > 1
+"""
 TOTAL, PART, PEOPLE, KILLS = 10_000, 20, 100, 10
 
 
@@ -284,6 +288,8 @@ def test_ten_kills_among_ten_thousand_triggers_lose_and_double_nothing(daemon, r
         workers = [pool.submit(feed.work) for _ in range(4)]
         for mark in sorted(dice.sample(range(200, TOTAL - 400, 100), KILLS)):
             wait_for(lambda mark=mark: feed.acknowledged >= mark, what=f"trigger {mark}")
+            # a message that the process dies of three times is given up, by design: let no innocent one come to that
+            wait_for(lambda: process.query(TWICE_INTERRUPTED) == [(0,)], what="the messages of the crashes before")
             pause(dice.random() * 0.5)
             feed.may_send.clear()
             process.kill()
