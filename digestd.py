@@ -128,6 +128,7 @@ MAX_BODY = 512 * 1024
 MAX_DEPTH = 100  # levels of nesting in a JSON document from outside
 MAX_SUBJECT = 150
 MAX_WAITS = 3  # holds for the subscriber's hours, in all
+FIRST_SAMPLE = 1_704_067_200_000  # 2024, a leap year: calendars are judged from there, never from today
 MAX_INTERRUPTIONS = 3  # tries in a row that ended with the process: then the message is held to be the cause
 
 EVENT_MOVES = {("received", "placed"), ("received", "failed"), ("received", "cancelled"), ("placed", "cancelled")}
@@ -365,10 +366,24 @@ class IllegalMove(DigestdError):
 class Rejected(DigestdError):
     """A request that is refused: the HTTP status, the message, and the field it is about."""
 
-    def __init__(self, status: int, message: str, field: str = "general") -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, field: str = "general", hint: str = "") -> None:
+        super().__init__(message, hint)
         self.status = status
         self.field = field
+
+
+def shown(value: Any) -> str:
+    """A value of the config as the file spells it, short and on one line; of lists and tables only the kind."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (dict, list)):
+        return "a table" if isinstance(value, dict) else "a list"
+    if isinstance(value, (dt.date, dt.time)):
+        return value.isoformat()
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a number of many digits"
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "…"
 
 
 def one_line(text: str) -> str:
@@ -390,7 +405,7 @@ EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
 FAR_FUTURE = 253_402_300_799_000  # the end of year 9999, past which no instant is kept
 
 _UNITS = {"mo": MONTH, "w": WEEK, "d": DAY, "h": HOUR, "m": MINUTE, "s": SECOND, "ms": 1}
-_DURATION = re.compile(r"(?:(\d{1,15})(mo|ms|w|d|h|m|s))", re.ASCII)
+_DURATION = re.compile(r"(?:(\d{1,400})(mo|ms|w|d|h|m|s))", re.ASCII)
 _INSTANT = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?\s?([Zz]|[+-]\d\d(?::?\d\d)?)?", re.ASCII
 )
@@ -477,11 +492,11 @@ def _offset(text: str | None) -> dt.timezone | None:
 def parse_duration(text: object) -> int:
     """Milliseconds for a text such as 500ms, 90s, 10m, 1h30m, 7d, 2w, 3mo (a month is 30 days). Raises RuleError."""
     if not isinstance(text, str):
-        raise RuleError(f'{text!r} is not a duration; write a text with a unit, such as "10m"')
+        raise RuleError(f'{shown(text)} is not a duration; write a text with a unit, such as "10m"')
     parts = _DURATION.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise RuleError(
-            f'{text!r} is not a duration; write numbers with the units mo w d h m s ms, such as "90s" or "1h30m"'
+            f'{shown(text)} is not a duration; write numbers with the units mo w d h m s ms, such as "90s" or "1h30m"'
         )
     units = [unit for _, unit in parts]
     if sorted(set(units), key=list(_UNITS).index) != units:
@@ -490,7 +505,7 @@ def parse_duration(text: object) -> int:
     if total == 0:
         raise RuleError(f"{text!r} is no time at all; the shortest duration is 1ms")
     if total > 10_000 * 365 * DAY:
-        raise RuleError(f"{text!r} is longer than 10,000 years")
+        raise RuleError(f"{shown(text)} is longer than 10,000 years")
     return total
 
 
@@ -539,14 +554,13 @@ class Rule(Protocol):
         """The first instant strictly after `at`, in ms; None when there is none."""
 
 
-@functools.lru_cache(maxsize=1024)
-def load_zone(name: str) -> zoneinfo.ZoneInfo:
+def load_zone(name: Any) -> zoneinfo.ZoneInfo:
     """The zone of an IANA name. Raises RuleError for anything else, also for names that only look like files."""
     hint = "use an IANA name such as Europe/Berlin or UTC"
     if not isinstance(name, str) or not _ZONE_NAME.fullmatch(name) or _NO_ZONES.match(name) or len(name) > 64:
-        raise RuleError(f"{name!r} is not a time zone; {hint}")
+        raise RuleError(f"{shown(name)} is not a time zone; {hint}")
     try:
-        return zoneinfo.ZoneInfo(name)
+        return zoneinfo.ZoneInfo(name)  # which keeps a cache of its own
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
         raise RuleError(f"{name!r} is not a time zone that this system or the tzdata package knows; {hint}") from None
 
@@ -605,14 +619,21 @@ class _Draws:
         return ((mixed ^ (mixed >> 14)) & 0xFFFFFFFF) / 4294967296
 
 
+def _number(digits: str) -> int:
+    if len(digits) > 9:
+        raise RuleError(f"{digits[:20]}… has more digits than any field")
+    return int(digits)
+
+
 def _cron_value(field: CronField, text: str) -> int:
     if text.lower() in field.names:
         return field.names.index(text.lower()) + field.low
     if not (text.isascii() and text.isdigit()):
         raise RuleError(f"{text!r} is not a {field.name}")
-    value = int(text)
+    value = _number(text)
     if not field.low <= value <= field.high:
-        raise RuleError(f"{text} is out of range for the {field.name}, which goes from {field.low} to {field.high}")
+        limits = f"which goes from {field.low} to {field.high}"
+        raise RuleError(f"{text[:20]} is out of range for the {field.name}, {limits}")
     return value
 
 
@@ -621,7 +642,9 @@ def _hashed_values(field: CronField, item: str, draw: float) -> list[str]:
     match = re.fullmatch(r"H(?:\((\d+)-(\d+)\))?(?:/(\d+))?", item, re.ASCII)
     if not match:
         raise RuleError(f"{item!r} is not a hashed {field.name}; write H, H/5, H(0-29) or H(0-29)/10")
-    low, high = (int(match[1]), int(match[2])) if match[1] else (field.low, field.high if field.high != 7 else 6)
+    low, high = (
+        (_number(match[1]), _number(match[2])) if match[1] else (field.low, field.high if field.high != 7 else 6)
+    )
     if low > high:
         raise RuleError(f"the range in {item!r} runs backwards")
     low, high = max(low, field.low), min(high, field.high)
@@ -629,7 +652,7 @@ def _hashed_values(field: CronField, item: str, draw: float) -> list[str]:
         raise RuleError(f"{item!r} holds no {field.name}")
     if match[3] is None:
         return [str(int(draw * (high - low + 1)) + low)]
-    step = int(match[3])
+    step = _number(match[3])
     if step == 0:
         raise RuleError(f"the step of {item!r} is 0")
     start = low - low % step + int(draw * step)
@@ -648,9 +671,9 @@ def _cron_item(field: CronField, item: str, draw: float) -> list[str]:
     base, slash, step_text = item.partition("/")
     step = 1
     if slash:
-        if not (step_text.isascii() and step_text.isdigit() and int(step_text)):
-            raise RuleError(f"the step in {item!r} must be a number from 1")
-        step = int(step_text)
+        if not (step_text.isascii() and step_text.isdigit() and _number(step_text)):
+            raise RuleError(f"the step in {shown(item)} must be a number from 1")
+        step = _number(step_text)
     if base in ("*", "?"):
         low, high = field.low, field.high if field.name != "day of week" else 6
     elif "-" in base:
@@ -819,14 +842,14 @@ def day_number(name: object) -> int:
         return LONG_DAYS.index(word)
     if word in DAY_NAMES:
         return DAY_NAMES.index(word)
-    raise RuleError(f"{name!r} is not a day; write monday to sunday, or mon to sun")
+    raise RuleError(f"{shown(name)} is not a day; write monday to sunday, or mon to sun")
 
 
 def parse_time_of_day(text: object) -> tuple[int, int, int]:
     """Hour, minute and second of a 24-hour time such as 09:00 or 9:00:30. Raises RuleError."""
     match = re.fullmatch(r"(\d{1,2}):(\d\d)(?::(\d\d))?", text, re.ASCII) if isinstance(text, str) else None
     if not match or int(match[1]) > 23 or int(match[2]) > 59 or int(match[3] or 0) > 59:
-        raise RuleError(f'{text!r} is not a time of day; write it as "09:00", on the 24-hour clock')
+        raise RuleError(f'{shown(text)} is not a time of day; write it as "09:00", on the 24-hour clock')
     return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
@@ -904,10 +927,14 @@ def parse_rule(text: str, zone: dt.tzinfo = UTC, offset_ms: int = 0) -> Rule:
 def next_times(rule: Rule, at: int, count: int) -> list[int]:
     """The next `count` instants of a rule, strictly after `at`; fewer where it ends."""
     times: list[int] = []
-    while len(times) < count and (moment := rule.next_after(times[-1] if times else at)) is not None:
-        if moment >= FAR_FUTURE:
-            break
-        times.append(moment)
+    try:
+        while len(times) < count and (moment := rule.next_after(times[-1] if times else at)) is not None:
+            if moment >= FAR_FUTURE:
+                break
+            times.append(moment)
+    except OverflowError:
+        if not times:
+            raise RuleError(f"{iso_text(at)} is at the edge of the calendar") from None
     return times
 
 
@@ -1196,7 +1223,9 @@ def _checked(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _interval(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if value <= 0:
-            raise RuleError(f"{value} ms is no interval; it must be at least 1")
+            raise RuleError(f"{shown(value)} ms is no interval; it must be at least 1")
+        if value > FAR_FUTURE:
+            raise RuleError(f"{shown(value)} ms is longer than 10,000 years")
         return value
     return parse_duration(value)
 
@@ -1214,10 +1243,17 @@ def _template_field(html: bool) -> pydantic.AfterValidator:
 
 
 def _read_secret(value: Any, info: pydantic.ValidationInfo) -> str:
-    """A secret as plain text, or {env = …}, {file = …}, {credential = …}; an unset reference is an error."""
+    """A secret as plain text, or {env = …}, {file = …}, {credential = …}; an unset or empty one is an error."""
     context = info.context or {}
+    text = _look_up_secret(value, context)
+    if not text and (context.get("secrets", True) or isinstance(value, str)):
+        raise ValueError("the secret is empty")
+    return text
+
+
+def _look_up_secret(value: Any, context: dict[str, Any]) -> str:
     if isinstance(value, str):
-        context.get("plain_secrets", []).append(info.field_name)
+        context.get("plain_secrets", []).append(value)
         return value
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in ("env", "file", "credential"):
         raise ValueError('a secret is a text, or one of {env = "NAME"}, {file = "PATH"}, {credential = "NAME"}')
@@ -1228,7 +1264,7 @@ def _read_secret(value: Any, info: pydantic.ValidationInfo) -> str:
         return ""
     if kind == "env":
         if name not in os.environ:
-            raise ValueError(f"the environment variable {name} is not set")
+            raise ValueError(f"the environment variable {one_line(name)} is not set")
         return os.environ[name]
     return _secret_file(kind, name, context)
 
@@ -1286,6 +1322,16 @@ def _webhook_url(text: str) -> str:
     return text
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone: localhost, 127.0.0.0/8, ::1. A name that only begins like one is not."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Listen(NamedTuple):
     """Where the API listens: `kind` is tcp, unix or systemd."""
 
@@ -1295,7 +1341,15 @@ class Listen(NamedTuple):
 
     @property
     def is_private(self) -> bool:
-        return self.kind == "unix" or self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+        return self.kind == "unix" or is_loopback(self.host)
+
+
+def _is_ip(text: str) -> bool:
+    import ipaddress
+
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
 
 
 def parse_listen(text: Any) -> Listen:
@@ -1309,8 +1363,8 @@ def parse_listen(text: Any) -> Listen:
         if isinstance(text, str)
         else None
     )
-    if not match or int(match[3]) > 65535:
-        raise RuleError(f'{text!r} is no address; write "127.0.0.1:3210", "[::1]:3210", "unix:/path" or "systemd"')
+    if not match or int(match[3]) > 65535 or (match[1] and not _is_ip(match[1])):
+        raise RuleError(f'{shown(text)} is no address; write "127.0.0.1:3210", "[::1]:3210", "unix:/path" or "systemd"')
     return Listen("tcp", match[1] or match[2], int(match[3]))
 
 
@@ -1334,29 +1388,72 @@ def _from_header(text: str) -> str:
 _PATH = re.compile(r"payload(?:\.[^.\s]+)+")
 
 
-def _key_path(text: Any) -> str:
+def _key_path(text: Any) -> Any:
     if not isinstance(text, str) or not _PATH.fullmatch(text):
-        raise RuleError(f"{text!r} is not a path in the payload; write it as payload.name or payload.outer.name")
+        raise RuleError(f"{shown(text)} is not a path in the payload; write it as payload.name or payload.outer.name")
     return text
+
+
+def _day_item(item: Any) -> Any:
+    if not isinstance(item, (int, str)) or isinstance(item, bool):
+        raise RuleError(f'{shown(item)} is not a day; write "monday", 15, "last" or "first monday"')
+    return item
+
+
+def _json_value(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise RuleError("this cannot be JSON: it holds a date, a time, nan or inf") from None
+    return value
+
+
+def _recipients(to: Any) -> Any:
+    for entry in to if isinstance(to, list) and to else [to]:
+        name = entry.get("subscriberId") if isinstance(entry, dict) else entry
+        if not isinstance(name, str) or not name.strip():
+            raise RuleError("it names nobody; write a subscriber id, a table with subscriberId, or a list of them")
+    return _json_value(to)
 
 
 def _plain_name(text: str) -> str:
     if not text.strip() or len(text) > 100 or not text.isprintable():
-        raise ValueError("a name has 1 to 100 printable characters")
+        raise ValueError("it must have 1 to 100 printable characters")
     return text
 
 
-Duration = Annotated[int, _rule_field(parse_duration)]
-Interval = Annotated[int, _rule_field(_interval)]
+_DURATION_SCHEMA = {"type": "string", "pattern": "^([0-9]+(mo|ms|w|d|h|m|s))+$", "examples": ["90s", "1h30m", "7d"]}
+Duration = Annotated[int, _rule_field(parse_duration), pydantic.WithJsonSchema(_DURATION_SCHEMA)]
+Interval = Annotated[
+    int, _rule_field(_interval), pydantic.WithJsonSchema({**_DURATION_SCHEMA, "type": ["string", "integer"]})
+]
 Zone = Annotated[str, _rule_field(_checked(load_zone))]
 CronText = Annotated[
     str, pydantic.Strict(), _rule_field(lambda text: text if not isinstance(text, str) else _checked(parse_cron)(text))
 ]
 TimeOfDay = Annotated[str, _rule_field(_checked(parse_time_of_day))]
 KeyPath = Annotated[str, _rule_field(_key_path)]
+KeyPaths = Annotated[
+    list[KeyPath],
+    pydantic.Field(min_length=1),
+    pydantic.BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    pydantic.WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),
+]
+DayItem = Annotated[Any, _rule_field(_day_item), pydantic.WithJsonSchema({"type": ["string", "integer"]})]
+JsonValue = Annotated[Any, _rule_field(_json_value)]
 Template = Annotated[str, _template_field(html=False)]
 HtmlTemplate = Annotated[str, _template_field(html=True)]
-Secret = Annotated[pydantic.SecretStr, pydantic.Strict(False), pydantic.BeforeValidator(_read_secret)]
+_SECRET_SCHEMA = {
+    "type": ["string", "object"],
+    "properties": {kind: {"type": "string"} for kind in ("env", "file", "credential")},
+    "additionalProperties": False,
+}
+Secret = Annotated[
+    pydantic.SecretStr,
+    pydantic.Strict(False),
+    pydantic.BeforeValidator(_read_secret),
+    pydantic.WithJsonSchema(_SECRET_SCHEMA),
+]
 WebhookKey = Annotated[Secret, pydantic.AfterValidator(_webhook_key)]
 Name = Annotated[str, pydantic.AfterValidator(_plain_name)]
 StepId = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,63}$")]
@@ -1371,7 +1468,7 @@ class Settings(pydantic.BaseModel):
 
 
 class DaemonSettings(Settings):
-    database: str = "digestd.sqlite3"
+    database: Annotated[str, pydantic.AfterValidator(_plain_name)] = "digestd.sqlite3"
     timezone: Zone = "UTC"
     concurrency: Annotated[int, pydantic.Field(ge=1, le=1000)] = 16
     durability: Literal["full", "normal"] = "full"
@@ -1394,7 +1491,9 @@ class SenderSettings(Settings):
 
 class WebhookSettings(SenderSettings):
     type: Literal["webhook"]
-    url: Annotated[str, _rule_field(lambda text: _webhook_url(text) if isinstance(text, str) else text)]
+    url: Annotated[
+        str, pydantic.Field(repr=False), _rule_field(lambda text: _webhook_url(text) if isinstance(text, str) else text)
+    ]
     secret: WebhookKey | None = None
 
 
@@ -1415,18 +1514,6 @@ class SmtpSettings(SenderSettings):
     timeout: Duration = 30 * SECOND
     retry: list[Duration] = [MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, 24 * HOUR]
 
-    @property
-    def is_local(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
-
-    @pydantic.model_validator(mode="after")
-    def _login_is_whole_and_safe(self) -> SmtpSettings:
-        if (self.username is None) != (self.password is None):
-            raise ValueError("username and password go together")
-        if self.password is not None and self.tls == "none" and not self.is_local:
-            raise ValueError('a password is not sent without TLS; set tls = "starttls" or "implicit"')
-        return self
-
 
 class LogSettings(SenderSettings):
     type: Literal["log"]
@@ -1442,23 +1529,17 @@ class StepSettings(Settings):
 
 class DigestStep(StepSettings):
     type: Literal["digest"]
-    key: KeyPath | list[KeyPath] | None = None
+    key: KeyPaths | None = None
     window: Duration | None = None
     every: Literal["minute", "hour", "day", "week", "month"] | None = None
     at: TimeOfDay | None = None
-    on: list[int | str] | None = None
+    on: Annotated[list[DayItem], pydantic.Field(min_length=1)] | None = None
     cron: CronText | None = None
     start: Literal["immediately"] = "immediately"
     extend_to_schedule: bool = False
 
     @pydantic.model_validator(mode="after")
-    def _one_way_to_end(self) -> DigestStep:
-        given = [name for name in ("window", "every", "cron") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise ValueError(f"a digest ends by one of window, every and cron; found {found}")
-        if self.every is None and (self.at is not None or self.on is not None):
-            raise ValueError("at and on go with every")
+    def _calendar_is_one(self) -> DigestStep:
         if self.every is not None:
             try:
                 scheduled_rule(self.every, self.at, self.on)
@@ -1469,8 +1550,7 @@ class DigestStep(StepSettings):
     @functools.cached_property
     def paths(self) -> list[list[str]]:
         """The digest key's paths inside the payload, split."""
-        keys = [self.key] if isinstance(self.key, str) else self.key or []
-        return [path.split(".")[1:] for path in keys]
+        return [path.split(".")[1:] for path in self.key or []]
 
     def closes_at(self, at: int, zone: str) -> int:
         """When a window that opens at `at` ends, in ms. Raises RuleError when the calendar has no further boundary."""
@@ -1543,31 +1623,22 @@ class WorkflowSettings(Settings):
 
 class RepeatableTrigger(Settings):
     workflow: str
-    to: Any
-    payload: dict[str, Any] = {}
+    to: Annotated[Any, _rule_field(_recipients)]
+    payload: Annotated[dict[str, Any], _rule_field(_json_value)] = {}
 
 
 class RepeatableSettings(Settings):
-    cron: Annotated[CronText | None, pydantic.Field(validation_alias=pydantic.AliasChoices("cron", "pattern"))] = None
+    cron: CronText | None = None
+    pattern: CronText | None = None  # BullMQ's word for the same
     every: Interval | None = None
-    limit: Annotated[int, pydantic.Field(ge=1)] | None = None
+    limit: Annotated[int, pydantic.Field(ge=1, le=2**53)] | None = None
     timezone: Zone | None = None
     trigger: RepeatableTrigger | None = None
     sender: str | None = None
     subject: Template | None = None
     text: Template | None = None
     html: HtmlTemplate | None = None
-    data: Any = None
-
-    @pydantic.model_validator(mode="after")
-    def _one_rule_and_one_action(self) -> RepeatableSettings:
-        if (self.cron is None) == (self.every is None):
-            raise ValueError(f"a repeatable has one of cron and every; found {'none' if self.cron is None else 'both'}")
-        if (self.trigger is None) == (self.sender is None):
-            raise ValueError(
-                f"a repeatable has one of sender and trigger; found {'none' if self.sender is None else 'both'}"
-            )
-        return self
+    data: JsonValue = None
 
 
 class Config(Settings):
@@ -1609,7 +1680,7 @@ class _Lines:
     """Finds the line of a key path with tomli alone: the shortest run of lines that parses and holds the path."""
 
     def __init__(self, text: str) -> None:
-        self.lines = text.splitlines(keepends=True)
+        self.lines = [line + "\n" for line in text.split("\n")]  # TOML knows no other line ends
 
     def of(self, path: Sequence[str | int]) -> int:
         """The line, from 1, of the statement that introduced the path, or the longest part of it that is there."""
@@ -1625,7 +1696,7 @@ class _Lines:
             try:
                 found: Any = tomli.loads("".join(self.lines[:count]))
                 break
-            except tomli.TOMLDecodeError:
+            except ValueError:
                 if count >= len(self.lines):
                     return False
                 count += 1
@@ -1635,6 +1706,12 @@ class _Lines:
             except (KeyError, IndexError, TypeError):
                 return False
         return True
+
+
+def nearest(name: str, known: Sequence[str], otherwise: str = "there are") -> str:
+    """A hint for a name that is none: the one it was perhaps meant to be, else all there are."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(known) or 'none'}"
 
 
 def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
@@ -1655,10 +1732,11 @@ def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
     if table == "workflows":
         return names(WorkflowSettings) if depth == 3 else names(STEP_MODELS.get(str(kind), StepSettings))
     if table == "repeatables":
-        return names(RepeatableTrigger) if path[2] == "trigger" else [*names(RepeatableSettings), "pattern"]
+        return names(RepeatableTrigger if path[2] == "trigger" else RepeatableSettings)
     return names({"daemon": DaemonSettings, "api": ApiSettings}[str(table)])
 
 
+_SECRET_KEYS = {"keys", "secret", "password", "url"}  # what stands there is never shown
 _TYPE_WORDS = {
     "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
     "string_type": "a text in quotes", "bool_type": "true or false", "list_type": "a list", "dict_type": "a table",
@@ -1668,49 +1746,52 @@ _TYPE_WORDS = {
 
 def _plain_words(error: Any, path: Sequence[str | int], data: Any) -> str:
     """One of pydantic's errors in the words of a person: what was found, what would be right."""
-    kind, context, found = error["type"], error.get("ctx", {}), error.get("input")
+    kind, context, found = error["type"], error.get("ctx", {}), shown(error.get("input"))
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(path[-1]), list(_known_keys(path, data)), n=1, cutoff=0.5)
-        known = ", ".join(_known_keys(path, data))
-        return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known here are {known}"
+        known = list(_known_keys(path, data))
+        return f"unknown key; {nearest(str(path[-1]), known, 'known here are')}"
     if kind == "missing":
         return "is missing"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        expected = context.get("expected_tags") or ", ".join(SENDER_MODELS if path[0] == "senders" else STEP_MODELS)
-        wanted = str(expected).replace("'", "")
+        wanted = ", ".join(SENDER_MODELS if path[0] == "senders" else STEP_MODELS)
         return (
-            f"type {context['tag']!r} is unknown; there are {wanted}"
+            f"{shown(context['tag'])} is unknown; there are {wanted}"
             if "tag" in context
-            else f"type is missing; there are {wanted}"
+            else f"is missing; there are {wanted}"
         )
     if kind == "literal_error":
-        return f"{found!r} is not one of {context['expected']}"
+        return f"{found} is not one of {context['expected']}"
     if kind == "string_pattern_mismatch":
-        return f"{found!r} must be letters, digits, - and _, at most 64"
+        return f"{found} must be letters, digits, - and _, at most 64"
     if kind in ("greater_than_equal", "less_than_equal"):
         limit, word = next(iter(context.values())), "least" if kind.startswith("greater") else "most"
-        return f"{found!r} is out of range; it must be at {word} {limit}"
+        return f"{found} is out of range; it must be at {word} {limit}"
     if kind in ("too_short", "too_long"):
-        return "there must be at " + (
-            f"least {context['min_length']}" if kind == "too_short" else f"most {context['max_length']}"
-        )
+        limit, word = context.get("min_length") or context.get("max_length"), "least" if kind == "too_short" else "most"
+        return f"there must be at {word} {limit}"
     if kind in _TYPE_WORDS:
-        return f"{found!r} is not right here; it must be {_TYPE_WORDS[kind]}"
+        found = "this" if _SECRET_KEYS & set(path) else found
+        return f"{found} is not right here; it must be {_TYPE_WORDS[kind]}"
     return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _real_path(loc: Sequence[str | int], data: Any, kind: str) -> list[str | int]:
-    """pydantic's location without what is not in the file: the tags of unions and the names of types."""
+    """pydantic's location without what is not in the file: the tags of unions, which stand after their table's name."""
+    parts = list(loc)
+    if parts[0] == "senders":
+        del parts[2:3]
+    elif parts[0] == "workflows" and parts[2:3] == ["steps"]:
+        del parts[4:5]
     path: list[str | int] = []
     found = data
-    for place, part in enumerate(loc):
+    for place, part in enumerate(parts):
         inside = (isinstance(found, dict) and part in found) or (isinstance(found, list) and isinstance(part, int))
         if inside:
             found = found[part]
             path.append(part)
-        elif kind == "missing" and place == len(loc) - 1:
+        elif kind == "missing" and place == len(parts) - 1:
             path.append(part)
-    return path
+    return [*path, "type"] if kind.startswith("union_tag") else path
 
 
 def _path_text(path: Sequence[str | int]) -> str:
@@ -1723,7 +1804,8 @@ Found = tuple[list[str | int], str]
 def _pydantic_problems(error: pydantic.ValidationError, data: Any) -> Iterator[Found]:
     for item in error.errors(include_url=False):
         path = _real_path(item["loc"], data, item["type"])
-        yield path, _plain_words(item, path, data)
+        if path:
+            yield path, one_line(_plain_words(item, path, data))
 
 
 def _tables(data: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
@@ -1733,63 +1815,114 @@ def _tables(data: Any, name: str) -> list[tuple[str, dict[str, Any]]]:
     )
 
 
+def _one_of(table: dict[str, Any], path: list[str | int], names: Sequence[str], what: str) -> Iterator[Found]:
+    """Exactly one of these settings must be there."""
+    given = [name for name in names if name in table]
+    if len(given) != 1:
+        yield path, f"{what} of {', '.join(names[:-1])} and {names[-1]}; found {' and '.join(given) or 'none of them'}"
+
+
 def _workflow_problems(data: Any, senders: Any, max_window: int) -> Iterator[Found]:
     for name, workflow in _tables(data, "workflows"):
         steps = workflow.get("steps")
         seen: set[str] = set()
         for place, step in enumerate(steps if isinstance(steps, list) else ()):
-            if not isinstance(step, dict):
-                continue
             path: list[str | int] = ["workflows", name, "steps", place]
-            if isinstance(step.get("id"), str):
-                if step["id"] in seen:
-                    yield [*path, "id"], f"{step['id']!r} is the id of an earlier step; each step has its own"
-                seen.add(step["id"])
-            yield from _sender_problems(step, path, senders)
-            for setting in ("window", "delay"):
-                with contextlib.suppress(RuleError):
-                    if setting in step and parse_duration(step[setting]) > max_window:
-                        limit = duration_text(max_window)
-                        yield [*path, setting], f"{step[setting]!r} is over daemon.max_window, which is {limit}"
+            if isinstance(step, dict):
+                if isinstance(step.get("id"), str):
+                    if step["id"] in seen:
+                        yield [*path, "id"], f"{step['id']!r} is the id of an earlier step; each step has its own"
+                    seen.add(step["id"])
+                yield from _step_problems(step, path, senders, max_window)
+
+
+def _step_problems(step: dict[str, Any], path: list[str | int], senders: Any, max_window: int) -> Iterator[Found]:
+    yield from _sender_problems(step, path, senders)
+    if step.get("type") == "digest":
+        yield from _one_of(step, path, ("window", "every", "cron"), "a digest ends by one")
+        if "every" not in step:
+            yield from (([*path, name], "goes with every") for name in ("at", "on") if name in step)
+    for setting in ("window", "delay"):
+        with contextlib.suppress(RuleError):
+            if setting in step and parse_duration(step[setting]) > max_window:
+                limit = duration_text(max_window)
+                yield [*path, setting], f"{step[setting]!r} is over daemon.max_window, which is {limit}"
 
 
 def _sender_problems(table: dict[str, Any], path: list[str | int], senders: Any) -> Iterator[Found]:
     name = table.get("sender")
     if isinstance(name, str) and isinstance(senders, dict) and name not in senders:
-        near = difflib.get_close_matches(name, [str(key) for key in senders], n=1)
-        known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(str, senders)) or 'none'}"
-        yield [*path, "sender"], f"no sender is called {name!r}; {known}"
+        yield [*path, "sender"], f"no sender is called {shown(name)}; {nearest(name, [str(key) for key in senders])}"
+
+
+def _login_problems(data: Any) -> Iterator[Found]:
+    for name, sender in _tables(data, "senders"):
+        if sender.get("type") == "smtp":
+            path: list[str | int] = ["senders", name]
+            if ("username" in sender) != ("password" in sender):
+                yield path, "username and password go together"
+            host = sender.get("host", SmtpSettings.model_fields["host"].default)
+            if "password" in sender and sender.get("tls") == "none" and not is_loopback(str(host)):
+                yield [*path, "tls"], 'a password is not sent without TLS; set "starttls" or "implicit"'
+
+
+def _repeatable_problems(data: Any, senders: Any) -> Iterator[Found]:
+    workflows = dict(_tables(data, "workflows"))
+    for name, spec in _tables(data, "repeatables"):
+        path: list[str | int] = ["repeatables", name]
+        yield from _one_of(
+            spec,
+            path,
+            ("cron", "every") if "pattern" not in spec else ("cron", "pattern", "every"),
+            "a repeatable has one",
+        )
+        yield from _one_of(spec, path, ("sender", "trigger"), "a repeatable has one")
+        yield from _sender_problems(spec, path, senders)
+        target = spec["trigger"].get("workflow") if isinstance(spec.get("trigger"), dict) else None
+        if isinstance(target, str) and target not in workflows:
+            words = f"no workflow is called {shown(target)}; {nearest(target, list(workflows))}"
+            yield [*path, "trigger", "workflow"], words
 
 
 def _cross_problems(data: Any) -> Iterator[Found]:
-    """What no single table can know: names of other tables, limits set elsewhere. Tolerates broken tables."""
-    daemon, api = data.get("daemon"), data.get("api")
+    """What no single setting can know: names of other tables, settings that exclude each other. Tolerates broken
+    tables, so that it is told beside what is wrong with them."""
+    daemon, api, senders = data.get("daemon"), data.get("api"), data.get("senders", {})
     max_window = DaemonSettings().max_window
     with contextlib.suppress(RuleError, AttributeError):
         max_window = parse_duration(daemon.get("max_window"))
-    senders = data.get("senders", {})
     yield from _workflow_problems(data, senders, max_window)
-    for name, spec in _tables(data, "repeatables"):
-        path: list[str | int] = ["repeatables", name]
-        yield from _sender_problems(spec, path, senders)
-        target = spec["trigger"].get("workflow") if isinstance(spec.get("trigger"), dict) else None
-        if isinstance(target, str) and target not in dict(_tables(data, "workflows")):
-            yield [*path, "trigger", "workflow"], f"no workflow is called {target!r}"
+    yield from _login_problems(data)
+    yield from _repeatable_problems(data, senders)
     if isinstance(api, dict) and not api.get("keys"):
         for place, text in enumerate(api["listen"] if isinstance(api.get("listen"), list) else ()):
             with contextlib.suppress(RuleError):
                 listen = parse_listen(text)
                 if listen.kind == "tcp" and not listen.is_private:
-                    yield (
-                        ["api", "listen", place],
-                        f"{text!r} can be reached by others, and no api.keys are set; set one, or listen on 127.0.0.1",
-                    )
+                    words = "can be reached by others, and no api.keys are set; set one, or listen on 127.0.0.1"
+                    yield ["api", "listen", place], f"{text!r} {words}"
 
 
 def _open_to_others(path: pathlib.Path) -> bool:
     with contextlib.suppress(OSError):
         return bool(path.stat().st_mode & stat.S_IROTH)
     return False
+
+
+def _calendar_warnings(step: Any, max_window: int) -> Iterator[tuple[list[str | int], str]]:
+    """What is allowed in a scheduled window and perhaps not meant: days that months lack, gaps past max_window."""
+    if not isinstance(step, DigestStep) or step.window is not None:
+        return
+    for place, day in enumerate(step.on or ()):
+        if isinstance(day, int) and day > 28:
+            yield ["on", place], f'months without a day {day} are passed over; "last" is the last day of each'
+    sample = next_times(
+        window_rule(step.every, step.at, tuple(step.on or ()), step.cron, "UTC", step.id), FIRST_SAMPLE, 50
+    )
+    longest = max((later - sooner for sooner, later in zip(sample, sample[1:], strict=False)), default=0)
+    if longest > max_window:
+        setting: list[str | int] = ["cron" if step.cron is not None else "every"]
+        yield setting, f"windows may last {duration_text(longest)}, over daemon.max_window, {duration_text(max_window)}"
 
 
 def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> Iterator[Problem]:
@@ -1801,9 +1934,14 @@ def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> It
     for path in config.files[1:]:
         if _open_to_others(path):
             yield Problem(str(path), 0, "", "is a secret that everyone can read; chmod o-r")
+    for workflow, settings in config.workflows.items():
+        for place, step in enumerate(settings.steps):
+            for setting, words in _calendar_warnings(step, config.daemon.max_window):
+                where: list[str | int] = ["workflows", workflow, "steps", place, *setting]
+                yield Problem(file, lines.of(where), _path_text(where), words)
     for name, sender in config.senders.items():
-        if isinstance(sender, SmtpSettings) and sender.tls == "none" and not sender.is_local:
-            where: list[str | int] = ["senders", name, "tls"]
+        if isinstance(sender, SmtpSettings) and sender.tls == "none" and not is_loopback(sender.host):
+            where = ["senders", name, "tls"]
             yield Problem(file, lines.of(where), _path_text(where), f"mail to {sender.host} goes without TLS")
 
 
@@ -1817,6 +1955,8 @@ def read_config(text: str, source: pathlib.Path, secrets: bool = True, templates
         raise ConfigError([Problem(file, error.lineno, "", f"{error.msg} at column {error.colno}{hint}")]) from None
     except RecursionError:
         raise ConfigError([Problem(file, 0, "", "is nested too deeply")]) from None
+    except ValueError:
+        raise ConfigError([Problem(file, 0, "", "holds a number of too many digits")]) from None
     if not data:
         raise ConfigError([Problem(file, 0, "", "is empty; it needs at least one table, such as [daemon]")])
     context: dict[str, Any] = {
@@ -2314,12 +2454,17 @@ class InstanceLock:
             raise StoreError(
                 f"cannot make {self.path}: {error.strerror}", "the folder must be writable for digestd"
             ) from None
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        for wait_s in (0.02, 0.2, None):  # a command that only asks who holds it does so for a moment
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if wait_s is not None:
+                    time.sleep(wait_s)
+        else:
             holder = self.file.read().strip() or "unknown"
             self.file.close()
-            raise StoreError(f"{path} is in use by another digestd, process {holder}", "stop that one first") from None
+            raise StoreError(f"{path} is in use by another digestd, process {holder}", "stop that one first")
         self.file.truncate(0)
         self.file.write(f"{os.getpid()}\n")
         self.file.flush()
@@ -2385,6 +2530,7 @@ def _store_errors(path: str) -> Iterator[None]:
             "unable to open": "the file and its folder must be there and readable for digestd",
             "disk I/O": "the disk failed; see the kernel's log",
             "full": "the disk is full",
+            "no such table": "a daemon is making it at this moment; try again",
         }
         hint = next((words for part, words in hints.items() if part in text), "")
         raise StoreError(f"{path}: {text}", hint) from error
@@ -2537,6 +2683,8 @@ def check_subscriber_fields(fields: dict[str, Any]) -> dict[str, Any]:
         elif value is not None and (not isinstance(value, str) or len(value) > 1000 or "\x00" in value):
             raise Rejected(422, f"{name} must be a text or null", name)
         columns[column] = value
+    for name, value in columns.items():
+        json_text(value, name)  # refuses half a surrogate pair
     if columns.get("email") is not None and not is_mail_address(columns["email"]):
         raise Rejected(422, f"{columns['email']!r} is not an e-mail address", "email")
     if columns.get("timezone") is not None:
@@ -2585,7 +2733,8 @@ def check_trigger(config: Config, body: Any, now: int) -> Trigger:
         raise Rejected(400, f"payload must be an object, not {_dumps(payload)[:60]}", "payload")
     recipients = _check_recipients(to)
     if name not in config.workflows:
-        raise Rejected(422, "workflow_not_found", "name")
+        hint = f"no workflow is called {shown(name)}; {nearest(name, list(config.workflows))}"
+        raise Rejected(422, "workflow_not_found", "name", hint)
     transaction_id = body.get("transactionId")
     if transaction_id is None:
         transaction_id = new_public_id("txn", now)
@@ -2727,7 +2876,7 @@ def digest_key(step: DigestStep, payload: dict[str, Any]) -> str:
     paths = step.paths
     if not paths:
         return ""
-    if len(paths) == 1 and isinstance(step.key, str):
+    if len(paths) == 1:
         value = value_at(payload, paths[0])
         return "" if value is None else canonical_json(value)
     return canonical_json([value_at(payload, path) for path in paths])
@@ -3015,7 +3164,14 @@ def spec_of(config: Config, name: str, settings: RepeatableSettings) -> Spec:
     """The spec that an entry of the config stands for."""
     action = settings.model_dump(include={"sender", "subject", "text", "html", "data", "trigger"}, exclude_none=True)
     zone = settings.timezone or config.daemon.timezone
-    return Spec(name, settings.cron, settings.every, zone, settings.limit, json.dumps(action, ensure_ascii=False))
+    return Spec(
+        name,
+        settings.cron or settings.pattern,
+        settings.every,
+        zone,
+        settings.limit,
+        json.dumps(action, ensure_ascii=False),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -5563,7 +5719,7 @@ def read_timeline(text: str) -> list[tuple[int, dict[str, Any] | str]]:
     the text of what is wrong; one without a time goes with the line before it."""
     lines: list[tuple[int, dict[str, Any] | str]] = []
     at = -1
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
@@ -5724,21 +5880,37 @@ def command_migrate(arguments: argparse.Namespace) -> int:
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
+def _read_text(path: str) -> str:
+    """A file named on the command line, or standard input for -. Raises UsageError."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8") from None
+
+
+def _read_lines(path: str) -> Iterator[tuple[int, str]]:
+    """The lines of a JSON Lines file that hold something, with their numbers, read as they come."""
+    try:
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as source:
+            for number, line in enumerate(source, 1):
+                if line.strip():
+                    yield number, line.decode("utf-8-sig", "surrogateescape")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
 def _payload_argument(text: str | None) -> Any:
     if text is None:
         return {}
-    if text == "-":
-        text = sys.stdin.read()
-    elif text.startswith("@"):
-        try:
-            text = pathlib.Path(text[1:]).read_text("utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot read {text[1:]}: {error.strerror}") from None
-    return parse_json(text)
+    return parse_json(_read_text(text.removeprefix("@")) if text == "-" or text.startswith("@") else text)
 
 
-def _recipient_argument(text: str) -> Any:
-    return parse_json(text) if text.lstrip()[:1] in ("{", "[") else text
+def _recipient_argument(text: str) -> list[Any]:
+    found = parse_json(text) if text.lstrip()[:1] in ("{", "[") else text
+    return found if isinstance(found, list) else [found]
 
 
 def command_trigger(arguments: argparse.Namespace) -> int:
@@ -5750,7 +5922,7 @@ def command_trigger(arguments: argparse.Namespace) -> int:
         return _trigger_lines(arguments, config)
     if not arguments.workflow or not arguments.to:
         raise UsageError("trigger needs a WORKFLOW and --to ID, or --jsonl FILE")
-    to = [_recipient_argument(text) for text in arguments.to]
+    to = [recipient for text in arguments.to for recipient in _recipient_argument(text)]
     body = {"name": arguments.workflow, "to": to, "payload": _payload_argument(arguments.payload)}
     body["transactionId"] = arguments.transaction_id
     trigger = check_trigger(config, body, SystemClock().now())
@@ -5770,49 +5942,44 @@ def command_trigger(arguments: argparse.Namespace) -> int:
 
 def _trigger_lines(arguments: argparse.Namespace, config: Config) -> int:
     """Each line a trigger as the API takes it; a bad line is told and the others go on."""
-    source = sys.stdin if arguments.jsonl == "-" else _open_lines(arguments.jsonl)
     recorded, refused = 0, 0
-    batch: list[Trigger] = []
+    batch: list[tuple[int, Trigger]] = []
     clock = SystemClock()
 
-    def flush() -> int:
+    def refuse(number: int, reason: str) -> None:
+        nonlocal refused
+        refused += 1
+        print(f"digestd: line {number}: {one_line(reason)}", file=sys.stderr)
+
+    def flush() -> None:
+        nonlocal recorded
         with transaction():
-            count = sum(len(record_trigger(trigger, clock.now())[1]) for trigger in batch)
+            answers = [(number, *record_trigger(trigger, clock.now())) for number, trigger in batch]
+        for number, answer, events in answers:
+            recorded += len(events)
+            for reason in answer.errors:
+                refuse(number, reason)
         batch.clear()
-        return count
 
-    with source, store_of(config, must_exist=False), _store_errors(str(config.database)):
-        for number, line in enumerate(source, 1):
-            if not line.strip():
-                continue
+    with store_of(config, must_exist=False), _store_errors(str(config.database)):
+        for number, line in _read_lines(arguments.jsonl):
             try:
-                batch.append(check_trigger(config, parse_json(line), clock.now()))
+                batch.append((number, check_trigger(config, parse_json(line), clock.now())))
             except Rejected as error:
-                refused += 1
-                print(f"digestd: line {number}: {error.message}", file=sys.stderr)
+                refuse(number, error.hint or error.message)
             if len(batch) >= BATCH:
-                recorded += flush()
-        recorded += flush()
-    show(
-        arguments,
-        {"recorded": recorded, "refused": refused},
-        f"recorded {recorded} events" + (f", refused {refused} lines" if refused else ""),
-    )
+                flush()
+        flush()
+    text = f"recorded {recorded} events" + (f", refused {refused} lines" if refused else "")
+    show(arguments, {"recorded": recorded, "refused": refused}, text)
     return 1 if refused else 0
-
-
-def _open_lines(path: str) -> Any:
-    try:
-        return open(path, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
 def command_cancel(arguments: argparse.Namespace) -> int:
     """Cancel what is unfinished of a transaction; exit 1 when there was nothing to cancel."""
-    config = config_of(arguments)
+    config, transaction_id = config_of(arguments), check_id(arguments.transaction_id, "TRANSACTION_ID")
     with store_of(config) as now, _store_errors(str(config.database)), transaction():
-        cancelled = cancel_transaction(arguments.transaction_id, now)
+        cancelled = cancel_transaction(transaction_id, now)
     show(
         arguments, {"cancelled": cancelled}, "cancelled" if cancelled else "nothing to cancel: unknown, or already sent"
     )
@@ -5890,25 +6057,19 @@ def command_retry(arguments: argparse.Namespace) -> int:
 
 
 def command_sql(arguments: argparse.Namespace) -> int:
-    """The sqlite3 shell on the database, read-only, so that nothing is locked or changed by looking."""
-    path = config_of(arguments).database
-    if not path.exists():
-        raise StoreError(f"{path} is not there", "start the daemon once")
+    """A query, or the sqlite3 shell, on the database, read-only, so that nothing is locked or changed by looking."""
+    config = config_of(arguments)
+    if arguments.query is not None:
+        with store_of(config), _store_errors(str(config.database)):
+            database.execute_sql("PRAGMA query_only = 1")
+            show_table(arguments, arguments.query)
+        return 0
     shell = shutil.which("sqlite3")
     if shell is None:
-        if not arguments.query:
-            raise StoreError(
-                "the sqlite3 shell is not installed",
-                "install it, or give a query: digestd sql 'SELECT * FROM v_trouble'",
-            )
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            for found in connection.execute(arguments.query):
-                print("|".join("" if value is None else str(value) for value in found))
-        return 0
-    form = ["-json"] if arguments.json else ["-box"]
-    return subprocess.call(
-        [shell, "-readonly", *form, "-cmd", ".timeout 5000", str(path), *([arguments.query] if arguments.query else [])]
-    )
+        raise StoreError("the sqlite3 shell is not installed", "install it, or give a query: digestd sql 'SELECT …'")
+    if not config.database.exists():
+        raise StoreError(f"{config.database} is not there", "start the daemon once")
+    return subprocess.call([shell, "-readonly", "-box", "-cmd", ".timeout 5000", str(config.database)])
 
 
 def command_schema(arguments: argparse.Namespace) -> int:
@@ -5949,11 +6110,8 @@ def command_next(arguments: argparse.Namespace) -> int:
     """The next instants of a rule; needs no config."""
     now = SystemClock().now()
     if arguments.jsonl is not None:
-        source = sys.stdin if arguments.jsonl == "-" else _open_lines(arguments.jsonl)
-        with source:
-            for line in source:
-                if line.strip():
-                    print(json.dumps(_answer_rule(line, now), ensure_ascii=False))
+        for _, line in _read_lines(arguments.jsonl):
+            print(json.dumps(_answer_rule(line, now), ensure_ascii=False))
         return 0
     if arguments.rule is None:
         raise UsageError('next needs a RULE: a cron text, "every 15m", or "daily at 09:00"')
@@ -5974,11 +6132,7 @@ def command_next(arguments: argparse.Namespace) -> int:
 def command_simulate(arguments: argparse.Namespace) -> int:
     """Play a timeline through the real engine under a virtual clock; nothing is sent."""
     config = config_of(arguments, secrets=False, templates=True)
-    try:
-        text = sys.stdin.read() if arguments.timeline == "-" else pathlib.Path(arguments.timeline).read_text("utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {arguments.timeline}: {error.strerror}") from None
-    lines = read_timeline(text)
+    lines = read_timeline(_read_text(arguments.timeline))
     until = parse_instant(arguments.until) if arguments.until else None
     log.setLevel(logging.CRITICAL)
     open_store(":memory:", 0)
@@ -6027,6 +6181,12 @@ def _common(parser: argparse.ArgumentParser, top: bool) -> None:
     )
 
 
+def _count(text: str, most: int = 10_000) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {most}")
+    return int(text)
+
+
 def _add_event_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     trigger = add("trigger", command_trigger, "record an event")
     trigger.add_argument("workflow", nargs="?", metavar="WORKFLOW")
@@ -6046,12 +6206,14 @@ def _add_event_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     add("status", command_status, "what is open, what needs a hand")
     for name, text in (("digests", "the windows, newest first"), ("jobs", "the jobs, newest first")):
-        add(name, command_list, text).add_argument("-n", "--limit", type=int, default=20, metavar="N", help="how many")
+        add(name, command_list, text).add_argument(
+            "-n", "--limit", type=_count, default=20, metavar="N", help="how many"
+        )
     repeat = add("repeat", command_list, "the repeatables")
     repeat.add_argument("action", choices=["list"])
     repeat.set_defaults(limit=1_000_000)
     retry = add("retry", command_retry, "try failed jobs again")
-    retry.add_argument("job", nargs="?", type=int, metavar="JOB")
+    retry.add_argument("job", nargs="?", type=functools.partial(_count, most=2**62), metavar="JOB")
     retry.add_argument("--all", action="store_true")
     add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument(
         "query", nargs="?", metavar="SQL"
@@ -6064,7 +6226,7 @@ def _add_calendar_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     upcoming.add_argument("rule", nargs="?", metavar="RULE", help='a cron text, "every 15m", "daily at 09:00"')
     upcoming.add_argument("--timezone", default="UTC", metavar="TZ")
     upcoming.add_argument("--from", dest="start", metavar="ISO", help="strictly after this instant; default now")
-    upcoming.add_argument("-n", type=int, default=5, metavar="N", choices=range(1, 10_001))
+    upcoming.add_argument("-n", type=_count, default=5, metavar="N", help="how many, up to 10000")
     upcoming.add_argument("--align", default="clock", choices=["clock"], help="what an interval counts from")
     upcoming.add_argument("--offset", metavar="DURATION", help="shift of an interval")
     upcoming.add_argument("--jsonl", metavar="FILE", help="one {rule, timezone, from, n} a line; - for standard input")

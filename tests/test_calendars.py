@@ -264,13 +264,11 @@ class Matcher:
 @st.composite
 def cron_items(draw, field) -> tuple[str, set[int]]:
     def spelled(value: int) -> str:
-        named = (
-            field.names[(value - field.low) % 7 if field.name == "day of week" else value - field.low]
-            if field.names
-            else ""
-        )
         style = draw(st.sampled_from(["plain", "plain", "zero", "name"]))
-        if style == "name" and named and value <= 12:
+        if style == "name" and value - field.low < len(
+            field.names
+        ):  # SUN is 0, never the 7 that begins or ends a range
+            named = field.names[value - field.low]
             return draw(st.sampled_from([named, named.upper(), named.title()]))
         return f"0{value}" if style == "zero" else str(value)
 
@@ -284,12 +282,10 @@ def cron_items(draw, field) -> tuple[str, set[int]]:
     if kind == "start step":
         return f"{spelled(value)}/{step}", set(range(value, field.high + 1, step))
     high = draw(st.integers(value, field.high))
-    # A name can end a range only where it means the higher number: SUN is 0.
-    end = str(high) if field.name == "day of week" and high == 7 else spelled(high)
-    begin = "7" if field.name == "day of week" and value == 7 else spelled(value)
+    text = f"{spelled(value)}-{spelled(high)}"
     if kind == "range":
-        return f"{begin}-{end}", set(range(value, high + 1))
-    return f"{begin}-{end}/{step}", set(range(value, high + 1, step))
+        return text, set(range(value, high + 1))
+    return f"{text}/{step}", set(range(value, high + 1, step))
 
 
 @st.composite

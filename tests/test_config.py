@@ -232,7 +232,7 @@ def test_a_database_path_that_no_system_can_open_is_refused():
 
 def test_pattern_is_another_name_for_cron():
     config = read(f'{LOG}[repeatables.bird]\npattern = "*/5 * * * *"\nsender = "console"\n')
-    assert config.repeatables["bird"].cron == "*/5 * * * *"
+    assert digestd.spec_of(config, "bird", config.repeatables["bird"]).cron == "*/5 * * * *"
 
 
 def test_a_local_mail_server_needs_no_tls_for_a_password():
@@ -243,7 +243,7 @@ def test_a_local_mail_server_needs_no_tls_for_a_password():
 
 def test_a_host_that_only_begins_like_loopback_gets_no_password_in_the_clear():
     text = '[senders.m]\ntype = "smtp"\nhost = "127.example.org"\ntls = "none"\nfrom = "a@example.org"\n'
-    assert places(text + 'username = "u"\npassword = "p"\n') == [(1, "senders.m")]
+    assert places(text + 'username = "u"\npassword = "p"\n') == [(4, "senders.m.tls")]
 
 
 # -- numbers, dates and other TOML that does not fit -------------------------------------------------------------------
