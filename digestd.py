@@ -64,6 +64,7 @@ import copy
 import dataclasses
 import datetime as dt
 import difflib
+import errno
 import fcntl
 import functools
 import gc
@@ -402,6 +403,7 @@ class PermanentFailure(DigestdError):
 
 UTC = dt.UTC
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+FIRST_INSTANT = -62_135_424_000_000  # two days into year 1, so that every zone can write it
 FAR_FUTURE = 253_402_300_799_000  # the end of year 9999, past which no instant is kept
 
 _UNITS = {"mo": MONTH, "w": WEEK, "d": DAY, "h": HOUR, "m": MINUTE, "s": SECOND, "ms": 1}
@@ -447,7 +449,7 @@ class VirtualClock:
 def iso_text(at: int) -> str:
     """An instant as ISO 8601 in UTC; the fraction is written only where there is one."""
     moment = EPOCH + dt.timedelta(milliseconds=at)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S") + (f".{at % 1000:03d}Z" if at % 1000 else "Z")
+    return moment.isoformat(timespec="seconds")[:19] + (f".{at % 1000:03d}Z" if at % 1000 else "Z")
 
 
 def utc_text(at: int | None) -> str:
@@ -475,7 +477,10 @@ def parse_instant(text: str, zone: dt.tzinfo | None = None) -> int:
         at = (moment - EPOCH) // dt.timedelta(milliseconds=1) + (SECOND if leap else 0)
     except (ValueError, OverflowError) as error:
         raise RuleError(f"{text!r} is not a real date and time: {error}") from None
-    return at + int((match[7] or "0").ljust(3, "0")[:3])
+    at += int((match[7] or "0").ljust(3, "0")[:3])
+    if not FIRST_INSTANT <= at <= FAR_FUTURE:
+        raise RuleError(f"{text!r} lies outside the years 1 to 9999 in UTC")
+    return at
 
 
 def _offset(text: str | None) -> dt.timezone | None:
@@ -535,7 +540,8 @@ def new_public_id(prefix: str, now: int) -> str:
 
 _ZONE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(?:/[A-Za-z0-9][A-Za-z0-9_+-]*)*", re.ASCII)
 _NO_ZONES = re.compile(r"posix/|right/|posixrules$|localtime$|Factory$|leapseconds$|tzdata", re.ASCII)
-_MARGIN_MS = 4 * HOUR  # no zone moves its clock by more, apart from those that left out a whole day
+_MARGIN_MS = 4 * HOUR  # no zone sets its clock back by more
+_AFTER_CHANGE_MS = 26 * HOUR  # nor forward by more: some left out a whole day
 
 CRON_ALIASES = {
     "@yearly": "0 0 0 1 1 *", "@annually": "0 0 0 1 1 *", "@monthly": "0 0 0 1 * *", "@weekly": "0 0 0 * * 0",
@@ -574,18 +580,6 @@ def _instant(local: dt.datetime, zone: dt.tzinfo, fold: int = 0) -> int:
     return (local.replace(tzinfo=zone, fold=fold) - EPOCH) // dt.timedelta(milliseconds=1)
 
 
-def resolve_local(local: dt.datetime, zone: dt.tzinfo, both: bool = False) -> list[int]:
-    """The instants that a planned local time stands for: one, two where `both` and it occurs twice, none on a day
-    that the zone left out (Apia, 30 December 2011)."""
-    first = _instant(local, zone)
-    if local_time(first, zone) != local:
-        # In a gap. zoneinfo's fold=0 reads it with the offset from before, which is "forward by the length of the gap".
-        gap = local_time(first, zone) - local
-        return [] if gap >= dt.timedelta(hours=23) else [first]
-    second = _instant(local, zone, fold=1)
-    return [first, second] if both and second > first else [first]
-
-
 class CronField(NamedTuple):
     name: str
     low: int
@@ -619,9 +613,9 @@ class _Draws:
         return ((mixed ^ (mixed >> 14)) & 0xFFFFFFFF) / 4294967296
 
 
-def _number(digits: str) -> int:
+def _number(digits: str, field: CronField) -> int:
     if len(digits) > 9:
-        raise RuleError(f"{digits[:20]}… has more digits than any field")
+        raise RuleError(f"{digits[:20]}… is out of range for the {field.name}")
     return int(digits)
 
 
@@ -630,7 +624,7 @@ def _cron_value(field: CronField, text: str) -> int:
         return field.names.index(text.lower()) + field.low
     if not (text.isascii() and text.isdigit()):
         raise RuleError(f"{text!r} is not a {field.name}")
-    value = _number(text)
+    value = _number(text, field)
     if not field.low <= value <= field.high:
         limits = f"which goes from {field.low} to {field.high}"
         raise RuleError(f"{text[:20]} is out of range for the {field.name}, {limits}")
@@ -642,9 +636,7 @@ def _hashed_values(field: CronField, item: str, draw: float) -> list[str]:
     match = re.fullmatch(r"H(?:\((\d+)-(\d+)\))?(?:/(\d+))?", item, re.ASCII)
     if not match:
         raise RuleError(f"{item!r} is not a hashed {field.name}; write H, H/5, H(0-29) or H(0-29)/10")
-    low, high = (
-        (_number(match[1]), _number(match[2])) if match[1] else (field.low, field.high if field.high != 7 else 6)
-    )
+    low, high = (_number(match[1], field), _number(match[2], field)) if match[1] else (field.low, field.high)
     if low > high:
         raise RuleError(f"the range in {item!r} runs backwards")
     low, high = max(low, field.low), min(high, field.high)
@@ -652,7 +644,7 @@ def _hashed_values(field: CronField, item: str, draw: float) -> list[str]:
         raise RuleError(f"{item!r} holds no {field.name}")
     if match[3] is None:
         return [str(int(draw * (high - low + 1)) + low)]
-    step = _number(match[3])
+    step = _number(match[3], field)
     if step == 0:
         raise RuleError(f"the step of {item!r} is 0")
     start = low - low % step + int(draw * step)
@@ -671,9 +663,9 @@ def _cron_item(field: CronField, item: str, draw: float) -> list[str]:
     base, slash, step_text = item.partition("/")
     step = 1
     if slash:
-        if not (step_text.isascii() and step_text.isdigit() and _number(step_text)):
+        if not (step_text.isascii() and step_text.isdigit() and _number(step_text, field)):
             raise RuleError(f"the step in {shown(item)} must be a number from 1")
-        step = _number(step_text)
+        step = _number(step_text, field)
     if base in ("*", "?"):
         low, high = field.low, field.high if field.name != "day of week" else 6
     elif "-" in base:
@@ -737,41 +729,63 @@ class LocalRule:
         self.both = both  # all 24 hours are selected: an ambiguous time is two
 
     def next_after(self, at: int) -> int | None:
-        """The first instant after `at`. Fast where the zone's clock is not changed nearby, exact where it is."""
-        found = [self._next_of(sim, at) for sim in self.sims]
+        """The first instant after `at`; None when there is none before the calendar ends, in the year 9999."""
+        try:
+            found = [self._next_of(sim, at) for sim in self.sims]
+        except OverflowError:
+            return None
         return min((instant for instant in found if instant is not None), default=None)
 
     def _next_of(self, sim: _Sim, at: int) -> int | None:
-        local = local_time(at, self.zone)
-        planned = next(sim.after(local), None)
-        if planned is None:
-            return None
-        instant = _instant(planned, self.zone)
-        if instant > at and self._is_calm(at) and self._is_calm(instant):
-            return instant
-        return self._search(sim, at, local)
+        while True:
+            planned = next(sim.after(local_time(at, self.zone)), None)
+            if planned is None:
+                return None
+            guess = _instant(planned, self.zone)
+            change = self._change_near(at) or self._change_near(guess)
+            if change is None:
+                return guess
+            found = self._around(sim, at, change)
+            if found is not None and found <= change + _AFTER_CHANGE_MS:
+                return found
+            at = max(at, change + _AFTER_CHANGE_MS)  # nothing happens in between
 
-    def _is_calm(self, at: int) -> bool:
-        """Whether the offset is the same for some hours around `at`, so that local and real time run alike."""
-        moments = (EPOCH + dt.timedelta(milliseconds=at + shift) for shift in (-_MARGIN_MS, 0, _MARGIN_MS))
-        return len({moment.astimezone(self.zone).utcoffset() for moment in moments}) == 1
+    def _change_near(self, at: int) -> int | None:
+        """A clock change close enough that local and real time do not run alike between it and `at`."""
+        return _clock_change(at - _AFTER_CHANGE_MS, at + _MARGIN_MS, self.zone)
 
-    def _search(self, sim: _Sim, at: int, local: dt.datetime) -> int | None:
-        """Enumerate planned local times around a clock change and take the earliest real instant after `at`."""
-        margin = self._largest_change(at)
-        best: int | None = None
-        for planned in sim.after(local - margin):
-            if best is not None and planned > local_time(best, self.zone) + self._largest_change(best):
-                break
-            for instant in resolve_local(planned, self.zone, self.both):
-                if instant > at and (best is None or instant < best):
-                    best = instant
-        return best
+    def _around(self, sim: _Sim, at: int, change: int) -> int | None:
+        """The first instant after `at` near one clock change: the earlier of what the offsets before and after give."""
+        before, after = (local_time(change + shift, self.zone) - local_time(change + shift, UTC) for shift in (-1, 0))
+        moment, turn = local_time(at, UTC), local_time(change, UTC)
+        gap_counts = dt.timedelta(0) < after - before < dt.timedelta(hours=23)
+        found = []
+        # Read with the offset from before: all up to the change, and those in the gap, moved by its length.
+        planned = next(sim.after(moment + before), None)
+        if planned is not None and planned < turn + (after if gap_counts else before):
+            found.append(planned - before)
+        # Read with the offset from after; what was repeated counts again only where all hours are selected.
+        begin = turn + (after if self.both else max(before, after)) - dt.timedelta(seconds=1)
+        planned = next(sim.after(max(moment + after, begin)), None)
+        if planned is not None:
+            found.append(planned - after)
+        return min((_instant(utc, UTC) for utc in found), default=None)
 
-    def _largest_change(self, at: int) -> dt.timedelta:
-        moments = (EPOCH + dt.timedelta(milliseconds=at + shift) for shift in (-_MARGIN_MS, 0, _MARGIN_MS))
-        offsets = [moment.astimezone(self.zone).utcoffset() or dt.timedelta() for moment in moments]
-        return min(max(offsets) - min(offsets), dt.timedelta(hours=4)) + dt.timedelta(seconds=1)
+
+def _clock_change(first: int, last: int, zone: dt.tzinfo) -> int | None:
+    """The first instant in (first, last] at which the zone's offset is another one; None when there is none."""
+
+    def offset(at: int) -> dt.timedelta | None:
+        return (EPOCH + dt.timedelta(milliseconds=at)).astimezone(zone).utcoffset()
+
+    before = offset(first)
+    if offset(last) == before:
+        return None
+    low, high = first // SECOND, -(-last // SECOND)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if offset(middle * SECOND) == before else (low, middle)
+    return high * SECOND
 
 
 def parse_cron(text: str, zone: dt.tzinfo = UTC, seed: str = "") -> LocalRule:
@@ -798,7 +812,8 @@ def _cron_fields(text: str, seed: str) -> tuple[str, ...]:
     if len(parts) not in (5, 6):
         raise RuleError(f"cron {text!r} has {len(parts)} fields; there must be 5, or 6 with seconds first")
     draws = _Draws(seed)
-    numbers = [draws() for _ in CRON_FIELDS]
+    second, minute, hour, month, day, weekday = (draws() for _ in CRON_FIELDS)  # the month is drawn before the day
+    numbers = [second, minute, hour, day, month, weekday]
     if len(parts) == 5:
         parts.insert(0, "0")
     try:
@@ -929,7 +944,7 @@ def next_times(rule: Rule, at: int, count: int) -> list[int]:
     times: list[int] = []
     try:
         while len(times) < count and (moment := rule.next_after(times[-1] if times else at)) is not None:
-            if moment >= FAR_FUTURE:
+            if moment >= FAR_FUTURE - 2 * DAY:  # some zone could not write it any more
                 break
             times.append(moment)
     except OverflowError:
@@ -987,24 +1002,13 @@ class Schedule:
         """Instants of a local day at which it may open: the starts, in both passes, and the zone's clock change."""
         midnight = dt.datetime.combine(day, dt.time())
         for start, _ in self.slots.get(day.isoweekday() % 7, ()):
-            yield from {_instant(midnight + dt.timedelta(minutes=start), self.zone, fold) for fold in (0, 1)}
-        first, last = _instant(midnight, self.zone), _instant(midnight + dt.timedelta(days=1, hours=4), self.zone)
-        change = _clock_change(first - HOUR, last, self.zone)
+            local = midnight + dt.timedelta(minutes=start)
+            # A start that the zone leaves out never comes; what is open after the gap opens with the clock change.
+            yield from (at for fold in (0, 1) if local_time(at := _instant(local, self.zone, fold), self.zone) == local)
+        first, last = _instant(midnight, self.zone), _instant(midnight + dt.timedelta(days=1), self.zone)
+        change = _clock_change(first - 1, last, self.zone)
         if change is not None:
             yield change
-
-
-def _clock_change(first: int, last: int, zone: dt.tzinfo) -> int | None:
-    """The first instant in (first, last] at which the zone's offset is another one; None when there is none."""
-
-    def offset(at: int) -> dt.timedelta | None:
-        return (EPOCH + dt.timedelta(milliseconds=at)).astimezone(zone).utcoffset()
-
-    before = offset(first)
-    if offset(last) == before:
-        return None
-    seconds = range(first // SECOND, last // SECOND + 1)
-    return seconds[bisect.bisect_left(seconds, True, key=lambda second: offset(second * SECOND) != before)] * SECOND
 
 
 def parse_schedule(value: Any, zone: dt.tzinfo = UTC) -> Schedule | None:
@@ -4406,34 +4410,45 @@ def _move_by_outcome(config: Config, result: SendResult, sender_name: str, tries
 def recover_interrupted(config: Config, now: int) -> int:
     """At start: jobs still active belong to a process that is gone (the lock says there is no other).
 
-    active -> waiting, at once and without using up the plan; after three interruptions in a row active -> failed, for
-    then the message is held to be the cause.
+    active -> waiting, at once and without using up the plan. What was interrupted twice in a row is tried again one
+    after the other, so that of many under way only the one that ends the process is interrupted a third time; that one
+    goes active -> failed, for then the message is held to be the cause.
     """
     found = rows(
         "SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id"
         " WHERE j.state = 'active'"
     )
+    suspects = 0
     for job_id, run_id, step, tries, workflow in found:
-        execute(
-            "UPDATE attempts SET finished_at = ?, outcome = 'interrupted', reason = 'the process ended during the try'"
-            " WHERE job_id = ? AND outcome IS NULL", now, job_id
-        )  # fmt: skip
-        latest = rows(
-            "SELECT outcome FROM attempts WHERE job_id = ? ORDER BY number DESC LIMIT ?", job_id, MAX_INTERRUPTIONS
-        )
-        if len(latest) == MAX_INTERRUPTIONS and all(outcome == "interrupted" for (outcome,) in latest):
-            move(
-                Job, job_id, "active", "failed", finished_at=now, reason="the process ended three times during the try"
-            )
+        times = _interrupted_in_a_row(job_id, now)
+        if times >= MAX_INTERRUPTIONS:
+            reason = f"the process ended {times} times during the try"
+            move(Job, job_id, "active", "failed", finished_at=now, reason=reason)
             if tries == 0:
                 go_on(config, run_id, workflow, step, now)
-            else:
-                settle_run(run_id, now)
+            settle_run(run_id, now)
+        elif times == MAX_INTERRUPTIONS - 1 and suspects:
+            move(Job, job_id, "active", "delayed", due_at=now + suspects * 2 * SECOND)
+            suspects += 1
         else:
             move(Job, job_id, "active", "waiting", due_at=now)
+            suspects += times == MAX_INTERRUPTIONS - 1
     if found:
         log.warning("%d tries were interrupted by the end of the former process", len(found))
     return len(found)
+
+
+def _interrupted_in_a_row(job_id: int, now: int) -> int:
+    """End the attempt of a process that is gone; how many in a row have now ended so."""
+    execute(
+        "UPDATE attempts SET finished_at = ?, outcome = 'interrupted', reason = 'the process ended during the try'"
+        " WHERE job_id = ? AND outcome IS NULL",
+        now, job_id,
+    )  # fmt: skip
+    outcomes = rows(
+        "SELECT outcome FROM attempts WHERE job_id = ? ORDER BY number DESC LIMIT ?", job_id, MAX_INTERRUPTIONS
+    )
+    return next((count for count, (outcome,) in enumerate(outcomes) if outcome != "interrupted"), len(outcomes))
 
 
 def retry_job(job_id: int, now: int) -> bool:
@@ -4631,31 +4646,36 @@ class ConfigWatch:
     def stop(self) -> None:
         self.stop_event.set()
 
-    def _folders(self) -> set[pathlib.Path]:
+    def _places(self) -> tuple[set[pathlib.Path], set[str]]:
+        """The folders to watch, and the names in them that matter: the files, and every link on the way to them, for a
+        link that is swapped says nothing about the folders behind it."""
         folders: set[pathlib.Path] = set()
+        names: set[str] = set()
         for path in self.files:
             step = path.absolute()
-            for _ in range(8):  # every link on the way, for a swapped one says nothing about the folders before it
-                folders.add(step.parent)
+            for _ in range(8):
+                for part in (step, *step.parents):
+                    if part == step or part.is_symlink():
+                        folders.add(part.parent)
+                        names.add(part.name)
                 if not step.is_symlink():
                     break
                 step = step.parent / os.readlink(step)
-            folders.add(path.resolve().parent)
-        links = {parent.parent for folder in folders for parent in (folder, *folder.parents) if parent.is_symlink()}
-        return {folder for folder in folders | links if folder.is_dir()}
+        return {folder for folder in folders if folder.is_dir()}, names
 
     def _run(self) -> None:
         from watchfiles import watch
 
         while not self.stop_event.is_set():
             try:
-                folders = self._folders()
+                folders, names = self._places()
                 for _ in watch(
-                    *folders, watch_filter=None, recursive=False, step=1000, debounce=2000, rust_timeout=5000,
-                    yield_on_timeout=True, raise_interrupt=False, stop_event=self.stop_event,
+                    *folders, watch_filter=lambda _, path, names=names: pathlib.Path(path).name in names,  # type: ignore[misc]
+                    recursive=False, step=500, debounce=1000, rust_timeout=5000, yield_on_timeout=True,
+                    raise_interrupt=False, stop_event=self.stop_event,
                 ):  # fmt: skip
                     self.look()
-                    if self._folders() != folders:
+                    if self._places() != (folders, names):
                         break
             except Exception as error:  # a folder went away: look for it again
                 log.debug("the config's folder cannot be watched: %s", error)
@@ -5071,6 +5091,7 @@ def set_up_log(level: str) -> None:
         formatter.converter = time.gmtime
         handler.setFormatter(formatter)
     log.handlers[:] = [handler]
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # a trace for every malformed request would fill the disk
     log.propagate = False
     set_log_level(level)
 
@@ -5180,7 +5201,7 @@ class Api:
                 await web.TCPSite(self.runner, listen.host, listen.port, reuse_address=True, backlog=1024).start()
         except OSError as error:
             where = listen.host if listen.kind == "unix" else f"{listen.host}:{listen.port}"
-            hint = "another program uses it; ss -ltnp shows which" if error.errno == 98 else ""
+            hint = "another program uses it; ss -ltnp shows which" if error.errno == errno.EADDRINUSE else ""
             raise DigestdError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}", hint) from None
         log.info(
             "the API listens on %s",
@@ -5245,7 +5266,7 @@ class Api:
         if path == _TRIGGER:
             self._only(method, "POST")
             return await self._trigger(await self._json(request))
-        if path == _TRIGGER + "/bulk":
+        if path == _TRIGGER + "/bulk" and method != "DELETE":
             self._only(method, "POST")
             return await self._bulk(await self._json(request))
         if path.startswith(_TRIGGER + "/") and "/" not in path[len(_TRIGGER) + 1 :]:
@@ -5267,6 +5288,8 @@ class Api:
 
         if (request.content_length or 0) > MAX_BODY:
             raise Rejected(413, f"the body is larger than {MAX_BODY} bytes")
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             if request.content.is_eof():
                 data = await request.read()
@@ -5347,12 +5370,16 @@ def systemd_sockets() -> list[socket.socket]:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """A socket file that nobody listens on is left over from a crash."""
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+    """A socket file that nobody listens on is left over from a crash. Raises OSError when somebody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
+        except FileNotFoundError:
+            pass
+        else:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -5531,12 +5558,13 @@ class Simulation:
     def _repeatable(self, fields: Any) -> None:
         if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
             raise Rejected(400, "a repeatable is an object with name, and cron or every")
-        body = {name: value for name, value in fields.items() if name != "name"}
+        name, body = fields["name"], {key: value for key, value in fields.items() if key != "name"}
         if "sender" not in body and "trigger" not in body:
             body["sender"] = next(iter(self.config.senders), None)
+        data = {"repeatables": {name: body}, "workflows": dict.fromkeys(self.config.workflows, {})}
+        for _, words in _repeatable_problems(data, self.config.senders):
+            raise Rejected(400, words)
         settings = RepeatableSettings.model_validate(body)
-        if settings.sender is not None and settings.sender not in self.config.senders:
-            raise Rejected(400, f"no sender is called {settings.sender!r}")
         upsert_repeatable(spec_of(self.config, fields["name"], settings), "command", self.clock.now())
 
     def _remove(self, key: Any) -> None:
@@ -5989,40 +6017,58 @@ def command_cancel(arguments: argparse.Namespace) -> int:
 # -- looking in --------------------------------------------------------------------------------------------------------
 
 
+def _config_or_refusal(arguments: argparse.Namespace) -> tuple[Config, str | None]:
+    """The config; where the file is refused, enough of one to find the database, and the problems."""
+    try:
+        return config_of(arguments), None
+    except ConfigError as error:
+        config = Config()
+        config._source = find_config(arguments.config)
+        with contextlib.suppress(OSError, ValueError, AttributeError, pydantic.ValidationError):
+            named = tomli.loads(config._source.read_text("utf-8-sig")).get("daemon", {}).get("database")
+            config = Config(daemon=DaemonSettings(**({"database": named} if named else {})))
+            config._source = find_config(arguments.config)
+        if not config.database.exists():
+            raise
+        return config, str(error)
+
+
+def _status_facts(config: Config, refused: str | None) -> dict[str, Any]:
+    """What `status` tells, from the rows."""
+    holder, wake_at = lock_holder(config.database), next_wake_at()
+    counts = dict(
+        rows(
+            "SELECT 'open', count(*) FROM digests WHERE state IN ('open', 'held') UNION ALL"
+            " SELECT 'waiting', count(*) FROM jobs WHERE state = 'waiting' UNION ALL"
+            " SELECT 'retrying', count(*) FROM jobs WHERE state = 'delayed' AND tries > 0 UNION ALL"
+            " SELECT 'repeatables', count(*) FROM repeatables WHERE state = 'active'"
+        )
+    )
+    return {
+        "running": holder is not None, "pid": holder, **counts, "next": None if wake_at is None else iso_text(wake_at),
+        "configRefused": refused or remembered("config_refused"),
+        "troubleCount": row("SELECT count(*) FROM v_trouble")[0],
+    }  # fmt: skip
+
+
 def command_status(arguments: argparse.Namespace) -> int:
     """Is it running, what is open, what needs a person? Exit 1 when something does."""
-    config = config_of(arguments)
-    holder = lock_holder(config.database)
+    config, refusal = _config_or_refusal(arguments)
     with store_of(config), _store_errors(str(config.database)):
-        counts = dict(
-            rows(
-                "SELECT 'open', count(*) FROM digests WHERE state IN ('open', 'held') UNION ALL"
-                " SELECT 'waiting', count(*) FROM jobs WHERE state = 'waiting' UNION ALL"
-                " SELECT 'retrying', count(*) FROM jobs WHERE state = 'delayed' AND tries > 0 UNION ALL"
-                " SELECT 'repeatables', count(*) FROM repeatables WHERE state = 'active'"
-            )
-        )
-        refused, wake_at = remembered("config_refused"), next_wake_at()
-        facts = {
-            "running": holder is not None,
-            "pid": holder,
-            **counts,
-            "next": None if wake_at is None else iso_text(wake_at),
-            "configRefused": refused,
-        }
-        trouble = row("SELECT count(*) FROM v_trouble")[0]
+        facts = _status_facts(config, refusal)
+        trouble, refused = facts["troubleCount"], facts["configRefused"]
         if arguments.json:
             names = ("what", "id", "name", "subscriberId", "since", "reason", "hint")
-            listed = [dict(zip(names, one, strict=True)) for one in rows("SELECT * FROM v_trouble LIMIT 100")]
-            print(json.dumps({**facts, "trouble": listed, "troubleCount": trouble}, ensure_ascii=False))
+            facts["trouble"] = [dict(zip(names, one, strict=True)) for one in rows("SELECT * FROM v_trouble LIMIT 100")]
+            print(json.dumps(facts, ensure_ascii=False))
         else:
-            print(f"daemon      {'running, process ' + holder if holder else 'not running'}")
-            print(f"windows     {counts['open']} open")
-            print(f"messages    {counts['waiting']} waiting, {counts['retrying']} retrying")
-            print(f"repeatables {counts['repeatables']} active")
-            print(f"next due    {utc_text(wake_at)} UTC" if wake_at is not None else "next due    nothing")
+            print(f"daemon      {'running, process ' + facts['pid'] if facts['running'] else 'not running'}")
+            print(f"windows     {facts['open']} open")
+            print(f"messages    {facts['waiting']} waiting, {facts['retrying']} retrying")
+            print(f"repeatables {facts['repeatables']} active")
+            print(f"next due    {facts['next'] or 'nothing'}")
             if refused:
-                print(f"\nThe config on disk is refused; the daemon goes on with the one before:\n{refused}")
+                print(f"\nThe config on disk is refused; a daemon goes on with the one before:\n{refused}")
             print(f"\n{trouble} need a hand:" if trouble else "\nnothing needs a hand")
             show_table(
                 arguments, "SELECT what, id, name, subscriber_id, since_utc, reason, hint FROM v_trouble LIMIT 20"
@@ -6098,7 +6144,7 @@ def _answer_rule(line: str, now: int) -> dict[str, Any]:
             raise RuleError("a line is an object with rule, and may have timezone, from and n")
         at = parse_instant(asked["from"]) if asked.get("from") is not None else now
         count = asked.get("n", 5)
-        if not isinstance(count, int) or not 0 < count <= 10_000:
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= 10_000:
             raise RuleError(f"n is a number from 1 to 10000, not {count!r}")
         times = next_times(_rule_of(asked["rule"], asked.get("timezone") or "UTC"), at, count)
         return {"next": [iso_text(moment) for moment in times]}

@@ -952,7 +952,7 @@ def test_a_schedule_of_another_shape_is_refused(value):
 def test_a_name_that_is_no_zone_is_refused_by_name(name):
     with pytest.raises(digestd.RuleError) as refused:
         digestd.load_zone(name)
-    assert repr(name) in refused.value.message
+    assert repr(name)[:40].rstrip("'") in refused.value.message and len(refused.value.message) < 400
 
 
 @pytest.mark.parametrize("name", ["Europe/Kiev", "Europe/Kyiv", "US/Pacific", "Asia/Calcutta", "Etc/GMT+5", "GMT"])

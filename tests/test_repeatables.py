@@ -170,7 +170,7 @@ def test_a_run_that_triggers_a_workflow_does_so_once_per_slot(world):
 
 
 def test_a_trigger_whose_recipients_are_refused_fails_visibly(world):
-    w = world(BASIC + '[repeatables.t]\nevery = "1m"\nlimit = 1\ntrigger = { workflow = "comments", to = "" }\n')
+    w = world(BASIC + '[repeatables.t]\nevery = "1m"\nlimit = 1\ntrigger = { workflow = "comments", to = "a\\tb" }\n')
     w.advance("1m")
     assert "the trigger was refused" in w.one("SELECT reason FROM v_trouble")
 
