@@ -403,7 +403,7 @@ class PermanentFailure(DigestdError):
 
 UTC = dt.UTC
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
-FIRST_INSTANT = -62_135_424_000_000  # two days into year 1, so that every zone can write it
+FIRST_INSTANT = -62_135_596_800_000  # the start of year 1
 FAR_FUTURE = 253_402_300_799_000  # the end of year 9999, past which no instant is kept
 
 _UNITS = {"mo": MONTH, "w": WEEK, "d": DAY, "h": HOUR, "m": MINUTE, "s": SECOND, "ms": 1}
@@ -6171,7 +6171,8 @@ def command_next(arguments: argparse.Namespace) -> int:
         print(json.dumps({"next": [iso_text(moment) for moment in times]}))
     else:
         for moment in times:
-            print(f"{iso_text(moment)}  {local_time(moment, zone):%a %Y-%m-%d %H:%M:%S} {arguments.timezone}")
+            with contextlib.suppress(OverflowError):  # a zone may lie outside the calendar where UTC is inside
+                print(f"{iso_text(moment)}  {local_time(moment, zone):%a %Y-%m-%d %H:%M:%S} {arguments.timezone}")
     return 0
 
 
