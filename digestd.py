@@ -251,6 +251,10 @@ class Claim:
     public_id: str
     sender_name: str
     sender: Any
+    run_id: int = 0
+    workflow: str | None = None
+    step: str = ""
+    tries: int = 0  # that reached a result before this one
     message: Message | None = None
     draft: Draft | None = None
     result: SendResult | None = None  # known before any sending: the template failed
@@ -271,11 +275,12 @@ class SendResult:
 
 
 class TickReport(NamedTuple):
-    """What one tick did: rows moved, tries to make, and whether more is due at once."""
+    """What one tick did: rows moved, tries to make, whether more is due at once, and when something is due next."""
 
     moved: int
     claims: list[Claim]
     more: bool
+    wake_at: int | None
 
 
 # What arrives on the daemon's inbox. `reply` is a future that gets the answer after the commit.
@@ -283,12 +288,14 @@ class TickReport(NamedTuple):
 
 class TriggerCall(NamedTuple):
     triggers: list[Trigger | TriggerAnswer]
-    reply: asyncio.Future[list[TriggerAnswer]] | None
+    reply: asyncio.Future[list[TriggerAnswer]]
+    since: float  # on the monotonic clock: who waits too long for a commit is told so
 
 
 class CancelCall(NamedTuple):
     transaction_id: str
-    reply: asyncio.Future[bool] | None
+    reply: asyncio.Future[bool]
+    since: float
 
 
 class Composed(NamedTuple):
@@ -297,8 +304,8 @@ class Composed(NamedTuple):
 
 
 class Sent(NamedTuple):
+    claim: Claim
     result: SendResult
-    sender_name: str
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1194,6 +1201,8 @@ def render_template(text: str, context: dict[str, Any], html: bool = False) -> s
     """A template rendered. Raises PermanentFailure: the same data would fail again."""
     import liquid.exceptions
 
+    if "{" not in text:
+        return text
     try:
         return compile_template(text, html).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
@@ -2270,28 +2279,27 @@ def transaction() -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def savepoint() -> Iterator[None]:
-    """What happens inside is kept or undone as a whole; the transaction around it goes on. Does not nest: the one name
-    keeps the statement in SQLite's cache (1.2 us against 21)."""
-    database.execute_sql("SAVEPOINT part")
-    try:
-        yield
-    except BaseException:
-        database.execute_sql("ROLLBACK TO part")
+class savepoint:
+    """What happens inside is kept or undone as a whole; the transaction around it goes on. They nest, for SQLite takes
+    the innermost of one name; the one name keeps the statement in its cache (1.2 us against 21)."""
+
+    def __enter__(self) -> None:
+        database.execute_sql("SAVEPOINT part")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            database.forget()
+            database.execute_sql("ROLLBACK TO part")
         database.execute_sql("RELEASE part")
-        database.forget()
-        raise
-    database.execute_sql("RELEASE part")
 
 
 @functools.cache
-def _move_text(table: str, names: tuple[str, ...], many: bool) -> str:
+def _move_text(table: str, names: tuple[str, ...], many: bool, guard: str = "") -> str:
     facts = "".join(f", {name} = ?" for name in names)
     if many:
         wanted = "id IN (SELECT value FROM json_each(?))"
         return f"UPDATE {table} SET state = ?{facts} WHERE {wanted} AND state = ? RETURNING id"
-    return f"UPDATE {table} SET state = ?{facts} WHERE id = ? AND state = ?"
+    return f"UPDATE {table} SET state = ?{facts} WHERE id = ? AND state = ?" + (f" AND {guard}" if guard else "")
 
 
 def _check_move(table: str, old: str, new: str) -> None:
@@ -2299,17 +2307,18 @@ def _check_move(table: str, old: str, new: str) -> None:
         raise IllegalMove(f"{table} may not go from {old} to {new}")
 
 
-def move(model: type[Table], row_id: int, old: str, new: str, **facts: Any) -> bool:
-    """Change the state of one row, if it is still `old`, and set other columns with it.
+def move(model: type[Table], row_id: int, old: str, new: str, guard: str = "", **facts: Any) -> bool:
+    """Change the state of one row, if it is still `old` (and `guard`, a condition in SQL, holds), with other columns.
 
-    Returns whether this call was first. Raises IllegalMove for a pair that MOVES does not hold.
+    Returns whether it moved. Raises IllegalMove for a pair that MOVES does not hold.
     """
     table = model._meta.table_name
     _check_move(table, old, new)
-    done = execute(_move_text(table, tuple(facts), False), new, *facts.values(), row_id, old) == 1
+    done = execute(_move_text(table, tuple(facts), False, guard), new, *facts.values(), row_id, old) == 1
     if done and log.isEnabledFor(logging.DEBUG):
+        known = {name: value for name, value in facts.items() if name != "message"}
         log.debug(
-            "%s %s %s->%s%s", table, row_id, old, new, "".join(f" {name}={value}" for name, value in facts.items())
+            "%s %s %s->%s%s", table, row_id, old, new, "".join(f" {name}={value}" for name, value in known.items())
         )
     return done
 
@@ -2597,7 +2606,17 @@ SUBSCRIBER_FIELDS = {
 }  # fmt: skip
 
 _INSERT_EVENT = (
-    insert_text(EventRow, "workflow", "subscriber_id", "payload", "transaction_id", "received_at")
+    insert_text(
+        EventRow,
+        "workflow",
+        "subscriber_id",
+        "payload",
+        "transaction_id",
+        "received_at",
+        "state",
+        "digest_id",
+        "placed_at",
+    )
     + " ON CONFLICT (transaction_id, subscriber_id, workflow) WHERE transaction_id IS NOT NULL DO NOTHING"
 )
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -2759,29 +2778,31 @@ def upsert_subscriber(subscriber_id: str, columns: dict[str, Any], now: int) -> 
     )  # fmt: skip
 
 
-def record_trigger(trigger: Trigger, now: int) -> tuple[TriggerAnswer, list[Event]]:
-    """Write one event (received) for each recipient of a checked trigger; the answer, and the events that are new.
+def record_trigger(
+    trigger: Trigger, now: int, window_of: Callable[[str], int | None] = lambda _: None
+) -> tuple[TriggerAnswer, list[Event]]:
+    """Write one event for each recipient of a checked trigger; the answer, and the events that have no place yet.
 
-    The same transaction id again for the same workflow and recipient writes nothing: the answer is as the first was
-    when the content is the same, an error when it is not.
+    `window_of` may know the open window that a subscriber's event belongs to: then the event is written once, placed;
+    all others are received. The same transaction id again for the same workflow and recipient writes nothing: the
+    answer is as the first was when the content is the same, an error when it is not.
     """
     events, errors = [], []
+    name, text, transaction_id = trigger.workflow, trigger.payload_text, trigger.transaction_id
     for subscriber_id, columns in trigger.recipients:
         if columns:
             upsert_subscriber(subscriber_id, columns, now)
-        cursor = database.execute_sql(
-            _INSERT_EVENT, (trigger.workflow, subscriber_id, trigger.payload_text, trigger.transaction_id, now)
-        )
-        if cursor.rowcount == 1:
-            event_id = cursor.lastrowid
-            events.append(
-                Event(event_id, trigger.workflow, subscriber_id, trigger.payload, now, trigger.transaction_id)
-            )
-        elif not _is_repeat(trigger, subscriber_id):
-            errors.append(
-                f"transactionId {trigger.transaction_id} was used before for {subscriber_id}, with another payload"
-            )
-    return TriggerAnswer("error" if errors else "processed", trigger.transaction_id, tuple(errors)), events
+        window_id = window_of(subscriber_id)
+        place = ("received", None, None) if window_id is None else ("placed", window_id, now)
+        cursor = database.execute_sql(_INSERT_EVENT, (name, subscriber_id, text, transaction_id, now, *place))
+        if cursor.rowcount != 1:
+            if not _is_repeat(trigger, subscriber_id):
+                errors.append(
+                    f"transactionId {transaction_id} was used before for {subscriber_id}, with another payload"
+                )
+        elif window_id is None:
+            events.append(Event(cursor.lastrowid, name, subscriber_id, trigger.payload, now, transaction_id))
+    return TriggerAnswer("error" if errors else "processed", transaction_id, tuple(errors)), events
 
 
 def _is_repeat(trigger: Trigger, subscriber_id: str) -> bool:
@@ -2968,6 +2989,21 @@ def join_or_open(
     return int(found[0])
 
 
+def known_windows(config: Config, trigger: Trigger, now: int) -> Callable[[str], int | None]:
+    """Tells, by subscriber, the open window that a trigger's event joins, where that is known without a look; the hot
+    path. Nothing is opened or settled here."""
+    step = config.workflows[trigger.workflow].steps[0]
+    if not isinstance(step, DigestStep):
+        return lambda _: None
+    key, windows, name = digest_key(step, trigger.payload), database.open_windows, trigger.workflow
+
+    def window_of(subscriber_id: str) -> int | None:
+        found = windows.get((subscriber_id, name, step.id, key))
+        return found[0] if found and now < found[1] else None
+
+    return window_of
+
+
 def place_event(config: Config, event: Event, now: int) -> None:
     """received -> placed: in a window when its workflow begins with a digest, else in a run of its own."""
     workflow = config.workflows.get(event.workflow)
@@ -3079,7 +3115,8 @@ def _discard_if_empty(digest_id: int | None, now: int) -> None:
 
 
 def _cancel_run(run_id: int, now: int) -> bool:
-    """What is unfinished of a run that comes from one event: its jobs, its place in a later window, itself."""
+    """What is unfinished of a run that comes from one event: its jobs, its place in a later window, itself. A try under
+    way ends, and its result is recorded; nothing follows it."""
     found = row(
         "SELECT r.state, m.digest_id FROM runs r LEFT JOIN digest_runs m ON m.run_id = r.id WHERE r.id = ?", run_id
     )
@@ -3095,9 +3132,6 @@ def _cancel_run(run_id: int, now: int) -> bool:
         "SELECT id, state FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting')", run_id
     ):
         move(Job, job_id, job_state, "cancelled", finished_at=now, reason="cancelled", message=None)
-    if row("SELECT 1 FROM jobs WHERE run_id = ? AND state = 'active'", run_id):
-        execute("UPDATE runs SET next_at = NULL, reason = 'cancelled' WHERE id = ? AND state = 'active'", run_id)
-        return True
     return move(Run, run_id, "active", "cancelled", next_at=None, finished_at=now, reason="cancelled")
 
 
@@ -3183,28 +3217,42 @@ def _slot_rule(cron: str | None, every_ms: int | None, timezone: str, seed: str)
     return parse_cron(cron, load_zone(timezone), seed) if cron is not None else Every(every_ms or 1)
 
 
+_PLAN = "RETURNING state, id, name, cron, every_ms, timezone, run_limit, count, seq, action"
+_TAKE = (
+    "UPDATE repeatables SET count = count + 1, seq = seq + CASE state WHEN 'active' THEN 1 ELSE 0 END WHERE id = ? "
+    + _PLAN
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def action_of(text: str) -> dict[str, Any]:
+    """What a spec's runs do, from its row; shared, so it is only read."""
+    return dict(json.loads(text))
+
+
 def plan_run(spec_id: int, after: int, now: int) -> bool:
     """Add the pending run of an active spec: its first slot strictly after `after`. False when there is none to add:
     the limit is reached (finished), or the rule has no further slot (broken)."""
-    name, cron, every_ms, timezone, limit, count, seq, action = row(
-        "SELECT name, cron, every_ms, timezone, run_limit, count, seq, action FROM repeatables WHERE id = ?", spec_id
-    )
+    _, *plan = row(f"UPDATE repeatables SET seq = seq + 1 WHERE id = ? {_PLAN}", spec_id)
+    return _add_run(plan, after, now)
+
+
+def _add_run(plan: Sequence[Any], after: int, now: int) -> bool:
+    spec_id, name, cron, every_ms, timezone, limit, count, seq, action = plan
     if limit is not None and count >= limit:
         move(Repeatable, spec_id, "active", "finished", finished_at=now, reason=f"the limit of {limit} runs is reached")
         return False
+    slot_at, reason = None, "the rule has no further time"
     try:
         slot_at = _slot_rule(cron, every_ms, timezone, name).next_after(after)
     except RuleError as error:
-        slot_at, reason = None, error.message
-    else:
-        reason = "the rule has no further time"
+        reason = error.message
     if slot_at is None:
         if move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason):
             log.error("repeatable %s is broken: %s", one_line(name), reason)
         return False
-    run_id = insert(_INSERT_SLOT_RUN, spec_id, seq + 1, slot_at, now)
-    execute("UPDATE repeatables SET seq = ? WHERE id = ?", seq + 1, spec_id)
-    sender = json.loads(action).get("sender")
+    run_id = insert(_INSERT_SLOT_RUN, spec_id, seq, slot_at, now)
+    sender = action_of(action).get("sender")
     kind = "trigger" if sender is None else "message"
     insert(_INSERT_JOB, run_id, name, kind, sender, "delayed", slot_at, new_public_id("msg", slot_at), now, None, None)
     return True
@@ -3213,15 +3261,19 @@ def plan_run(spec_id: int, after: int, now: int) -> bool:
 def take_run(run_id: int, now: int) -> int:
     """The pending run is taken: count it and add the next one, planned from its slot or from now, whichever is later.
 
-    Returns which run of the spec this is. A retry finds it taken and changes nothing.
+    Returns the count with this run. A retry finds it taken and changes nothing.
     """
-    spec_id, slot_at, taken_at, seq = row("SELECT repeatable_id, slot_at, taken_at, seq FROM runs WHERE id = ?", run_id)
-    if taken_at is None:
-        execute("UPDATE runs SET taken_at = ? WHERE id = ? AND taken_at IS NULL", now, run_id)
-        execute("UPDATE repeatables SET count = count + 1 WHERE id = ?", spec_id)
-        if row("SELECT 1 FROM repeatables WHERE id = ? AND state = 'active'", spec_id):
-            plan_run(spec_id, max(now, slot_at), now)
-    return int(seq)
+    spec_id, slot_at, taken_at, count = row(
+        "SELECT r.repeatable_id, r.slot_at, r.taken_at, s.count"
+        " FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?", run_id
+    )  # fmt: skip
+    if taken_at is not None:
+        return int(count)
+    execute("UPDATE runs SET taken_at = ? WHERE id = ? AND taken_at IS NULL", now, run_id)
+    state, *plan = row(_TAKE, spec_id)
+    if state == "active":
+        _add_run(plan, max(now, slot_at), now)
+    return int(count) + 1
 
 
 def _drop_pending_run(spec_id: int, reason: str, now: int) -> None:
@@ -3325,9 +3377,20 @@ def sync_repeatables(config: Config, now: int) -> None:
 # jobs and attempts, the moves of jobs up to active, and those of the jobs that need no sender.
 
 _READY_RUNS = (
-    "SELECT id, workflow, subscriber_id, event_id, digest_id, step, created_at FROM runs"
-    " WHERE next_at <= ? ORDER BY next_at, id LIMIT ?"
+    "SELECT r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, s.schedule IS NOT NULL FROM runs r"
+    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
+    " WHERE r.next_at <= ? ORDER BY r.next_at, r.id LIMIT ?"
 )
+_JOB_FACTS = (
+    "SELECT j.id, j.run_id, j.step, j.type, j.public_id, j.message, j.tries, j.waits, r.workflow, r.subscriber_id,"
+    " r.event_id, r.digest_id, r.repeatable_id, r.slot_at, r.created_at, r.step, d.step, d.key,"
+    " EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = r.digest_id), "
+    + ", ".join(f"s.{column}" for column in SUBSCRIBER_FIELDS.values())
+    + " FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN digests d ON d.id = r.digest_id"
+    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id WHERE j.state = 'waiting'"
+)
+_PLAIN_JOBS = _JOB_FACTS + " AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
+_WAITING_JOBS = _JOB_FACTS + " AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
 _BEGIN_ATTEMPT = (
     "INSERT INTO attempts (job_id, number, started_at)"
     " SELECT ?, coalesce(max(number), 0) + 1, ? FROM attempts WHERE job_id = ? RETURNING id, number"
@@ -3340,7 +3403,8 @@ _INSERT_INBOX = (
 )
 _RUN_STEP = "UPDATE runs SET step = ?, next_at = ? WHERE id = ? AND state = 'active'"
 # Only from the step the run is at: a step retried by hand, long passed, must not push the run on.
-_GO_ON = "UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active' AND step = ? AND reason IS NULL"
+_GO_ON = "UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active' AND step = ?"
+_IS_OVER = f"next_at IS NULL AND NOT EXISTS (SELECT 1 FROM jobs WHERE run_id = runs.id AND state IN {UNFINISHED})"
 
 
 class ReadyRun(NamedTuple):
@@ -3352,25 +3416,49 @@ class ReadyRun(NamedTuple):
     event_id: int | None
     digest_id: int | None
     step: str | None
+    has_hours: int
+
+
+class WaitingJob(NamedTuple):
+    """A job that may be taken, with what its message will need."""
+
+    id: int
+    run_id: int
+    step: str
+    type: str
+    public_id: str
+    message: str | None
+    tries: int
+    waits: int
+    workflow: str | None
+    subscriber_id: str
+    event_id: int | None
+    digest_id: int | None
+    repeatable_id: int | None
+    slot_at: int | None
     created_at: int
+    run_step: str | None
+    digest_step: str | None
+    digest_key: str | None
+    has_earlier: int  # the window was joined by runs of earlier ones
+    person: Sequence[Any]  # the subscriber's columns
+
+    @classmethod
+    def of(cls, found: Sequence[Any]) -> WaitingJob:
+        return cls._make([*found[:19], found[19:]])
 
 
 def settle_run(run_id: int, now: int) -> None:
-    """active -> completed, once no step is to come and no job is unfinished; -> cancelled when that was asked for."""
-    if row(f"SELECT 1 FROM jobs WHERE run_id = ? AND state IN {UNFINISHED} LIMIT 1", run_id):
-        return
-    found = row("SELECT reason FROM runs WHERE id = ? AND next_at IS NULL", run_id)
-    if found:
-        cancelled = found[0] == "cancelled"
-        move(Run, run_id, "active", "cancelled" if cancelled else "completed", finished_at=now)
+    """active -> completed, once no step is to come and no job is unfinished."""
+    move(Run, run_id, "active", "completed", guard=_IS_OVER, finished_at=now)
 
 
 def go_on(config: Config, run_id: int, workflow: str | None, step: str | None, now: int) -> None:
     """The run's step is passed: its next one begins now, or it is over."""
     settings = config.workflows.get(workflow) if workflow else None
-    if workflow is not None and (settings is None or step not in settings.places or settings.step_after(step)):
-        execute(_GO_ON, now, run_id, step)
-    settle_run(run_id, now)
+    goes_on = workflow is not None and (settings is None or step not in settings.places or settings.step_after(step))
+    if not goes_on or not execute(_GO_ON, now, run_id, step):
+        settle_run(run_id, now)
 
 
 def insert_job(
@@ -3389,7 +3477,7 @@ def first_payload(event_id: int | None, digest_id: int | None) -> dict[str, Any]
     return json.loads(events[0].payload_text) if events else {}
 
 
-def load_events(event_id: int | None, digest_id: int | None) -> list[DigestedEvent]:
+def load_events(event_id: int | None, digest_id: int | None, may_be_joined: int = 1) -> list[DigestedEvent]:
     """The original events behind a run, oldest first, through any number of windows."""
     if digest_id is None:
         found = rows("SELECT id, received_at, payload, transaction_id FROM events WHERE id = ?", event_id)
@@ -3398,7 +3486,7 @@ def load_events(event_id: int | None, digest_id: int | None) -> list[DigestedEve
             "SELECT id, received_at, payload, transaction_id FROM events WHERE digest_id = ? AND state = 'placed'"
             " ORDER BY received_at, id", digest_id
         )  # fmt: skip
-        joined = rows(
+        joined = may_be_joined and rows(
             "SELECT r.event_id, r.digest_id FROM digest_runs m JOIN runs r ON r.id = m.run_id WHERE m.digest_id = ?",
             digest_id,
         )
@@ -3461,19 +3549,55 @@ def begin_step(config: Config, run: ReadyRun, now: int) -> None:
         _begin_channel(config, run, workflow, step, now)
 
 
+def _begin_or_fail(config: Config, run: ReadyRun, now: int) -> None:
+    try:
+        with savepoint():
+            begin_step(config, run, now)
+    except Exception as error:
+        if not is_poison(error):
+            raise
+        log.error("run %s cannot go on: %s", run.id, one_line(bug_text(error)), exc_info=True)
+        move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=bug_text(error))
+
+
+def _begin_together(step: Any, runs: Sequence[ReadyRun], now: int) -> None:
+    """The same channel step of many runs, none of which has hours to mind: two statements for all."""
+    ids = json.dumps([run.id for run in runs])
+    execute(
+        "INSERT INTO jobs (run_id, step, type, sender, state, due_at, public_id, created_at)"
+        " SELECT id, ?, ?, ?, 'waiting', ?, 'msg_' || printf('%012x', ?) || lower(hex(randomblob(8))), ?"
+        " FROM runs WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id",
+        step.id, step.type, step.sender, now, now, now, ids,
+    )  # fmt: skip
+    execute("UPDATE runs SET step = ?, next_at = NULL WHERE id IN (SELECT value FROM json_each(?))", step.id, ids)
+
+
+def _common_step(config: Config, run: ReadyRun) -> Any:
+    """The channel step that a run begins next, where nothing about the run itself matters to it; else None."""
+    workflow = config.workflows.get(run.workflow)
+    if workflow is None or run.has_hours or (run.step is not None and run.step not in workflow.places):
+        return None
+    step = workflow.step_after(run.step)
+    return step if isinstance(step, (ChannelStep, InAppStep)) else None
+
+
 def begin_steps(config: Config, now: int) -> int:
     """Stage: runs whose next step is to begin -> a job, a window joined, or the end of the run."""
-    found = rows(_READY_RUNS, now, BATCH)
-    for one in found:
-        run = ReadyRun(*one)
+    found = [ReadyRun(*one) for one in rows(_READY_RUNS, now, BATCH)]
+    groups: dict[tuple[str, str], tuple[Any, list[ReadyRun]]] = {}
+    for run in found:
+        step = _common_step(config, run)
+        if step is None:
+            _begin_or_fail(config, run, now)
+        else:
+            groups.setdefault((run.workflow, step.id), (step, []))[1].append(run)
+    for step, runs in groups.values():
         try:
             with savepoint():
-                begin_step(config, run, now)
-        except Exception as error:
-            if not is_poison(error):
-                raise
-            log.error("run %s cannot go on: %s", run.id, one_line(bug_text(error)), exc_info=True)
-            move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=bug_text(error))
+                _begin_together(step, runs, now)
+        except peewee.IntegrityError:  # one of them is odd: each for itself, and only that one fails
+            for run in runs:
+                _begin_or_fail(config, run, now)
     return len(found)
 
 
@@ -3486,96 +3610,108 @@ def promote_jobs(now: int) -> int:
 # -- jobs that need no sender ------------------------------------------------------------------------------------------
 
 
-def _finish_delay(config: Config, job_id: int, run: ReadyRun, waits: int, now: int) -> None:
+def _finish_delay(config: Config, job: WaitingJob, now: int) -> None:
     """The delay is over: the run goes on, or waits for the subscriber's hours."""
-    workflow = config.workflows.get(run.workflow)
-    step = workflow.step(run.step or "") if workflow else None
+    workflow = config.workflows.get(job.workflow or "")
+    step = workflow.step(job.step) if workflow else None
     if workflow is not None and not workflow.critical and isinstance(step, DelayStep) and step.extend_to_schedule:
-        until = hold_until(hours_of(config, run.subscriber_id), waits, now)
+        until = hold_until(hours_of(config, job.subscriber_id), job.waits, now)
         if until is not None:
-            move(Job, job_id, "active", "delayed", due_at=until, waits=waits + 1)
+            move(Job, job.id, "active", "delayed", due_at=until, waits=job.waits + 1)
             return
-    move(Job, job_id, "active", "completed", finished_at=now)
-    go_on(config, run.id, run.workflow, run.step, now)
+    move(Job, job.id, "active", "completed", finished_at=now)
+    go_on(config, job.run_id, job.workflow, job.step, now)
 
 
-def _finish_trigger(config: Config, job_id: int, run_id: int, now: int) -> None:
+def _finish_trigger(config: Config, job: WaitingJob, now: int) -> None:
     """A repeatable that triggers a workflow: the event is recorded once per slot, whatever is tried again."""
-    key, action, slot_at = row(
-        "SELECT s.key, s.action, r.slot_at FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?",
-        run_id,
-    )
-    wanted = json.loads(action)["trigger"]
+    key, action = row("SELECT key, action FROM repeatables WHERE id = ?", job.repeatable_id)
+    wanted = action_of(action)["trigger"]
+    transaction_id = f"repeat {key[:200]} {iso_text(job.slot_at or 0)}"
     body = {"name": wanted["workflow"], "to": wanted["to"], "payload": wanted.get("payload") or {}}
     try:
-        trigger = check_trigger(config, {**body, "transactionId": f"repeat {key[:200]} {iso_text(slot_at)}"}, now)
+        record_trigger(check_trigger(config, {**body, "transactionId": transaction_id}, now), now)
     except Rejected as error:
-        move(Job, job_id, "active", "failed", finished_at=now, reason=f"the trigger was refused: {error.message}")
+        move(Job, job.id, "active", "failed", finished_at=now, reason=f"the trigger was refused: {error.message}")
     else:
-        record_trigger(trigger, now)
-        move(Job, job_id, "active", "completed", finished_at=now)
-    settle_run(run_id, now)
+        move(Job, job.id, "active", "completed", finished_at=now)
+    settle_run(job.run_id, now)
 
 
-def _find_place(config: Config, job_id: int, run: ReadyRun, now: int) -> None:
+def _find_place(config: Config, job: WaitingJob, now: int) -> None:
     """Look again for the place of a run whose step or workflow had gone."""
-    workflow = config.workflows.get(run.workflow)
-    if workflow is not None and (run.step is None or run.step in workflow.places):
-        move(Job, job_id, "active", "completed", finished_at=now)
-        execute("UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active'", now, run.id)
+    workflow = config.workflows.get(job.workflow or "")
+    if workflow is not None and (job.run_step is None or job.run_step in workflow.places):
+        move(Job, job.id, "active", "completed", finished_at=now)
+        execute("UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active'", now, job.run_id)
     else:
         reason = "step removed" if workflow else "workflow removed"
-        move(Job, job_id, "active", "failed", finished_at=now, reason=reason)
-        move(Run, run.id, "active", "failed", finished_at=now, reason=reason)
+        move(Job, job.id, "active", "failed", finished_at=now, reason=reason)
+        move(Run, job.run_id, "active", "failed", finished_at=now, reason=reason)
+
+
+def _finish_in_app(config: Config, job: WaitingJob, now: int) -> None:
+    try:
+        draft = load_draft(config, job, now)
+        write_inbox(draft, compose(draft), now)
+        move(Job, job.id, "active", "completed", finished_at=now)
+    except PermanentFailure as error:
+        move(Job, job.id, "active", "failed", finished_at=now, reason=error.message)
+    go_on(config, job.run_id, job.workflow, job.step, now)
+
+
+def _finish_plain_job(config: Config, job: WaitingJob, now: int) -> None:
+    if job.type == "trigger":
+        take_run(job.run_id, now)
+    move(Job, job.id, "waiting", "active", taken_at=now)
+    ways = {"delay": _finish_delay, "trigger": _finish_trigger, "next": _find_place}
+    ways.get(job.type, _finish_in_app)(config, job, now)
+
+
+def _is_plain_delay(config: Config, job: WaitingJob) -> bool:
+    """Whether a delay that has ended can only lead to the next step."""
+    workflow = config.workflows.get(job.workflow or "")
+    step = workflow.step(job.step) if workflow else None
+    return (
+        workflow is not None
+        and isinstance(step, DelayStep)
+        and not (step.extend_to_schedule and not workflow.critical)
+        and job.run_step == job.step
+        and workflow.step_after(job.step) is not None
+    )
+
+
+def _finish_together(delays: Sequence[WaitingJob], now: int) -> None:
+    ids = [job.id for job in delays]
+    move_all(Job, ids, "waiting", "active", taken_at=now)
+    move_all(Job, ids, "active", "completed", finished_at=now)
+    execute(
+        "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active'",
+        now, json.dumps([job.run_id for job in delays]),
+    )  # fmt: skip
 
 
 def finish_plain_jobs(config: Config, now: int) -> int:
     """Stage: jobs (waiting) that need no sender -> active -> completed, in one go: delays, in-app rows, triggers."""
-    found = rows(
-        "SELECT j.id, j.type, j.waits, r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, r.created_at"
-        " FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.state = 'waiting' AND j.sender IS NULL"
-        " ORDER BY j.due_at LIMIT ?",
-        BATCH,
-    )
-    for job_id, kind, waits, *rest in found:
-        run = ReadyRun(*rest)
+    found = [WaitingJob.of(one) for one in rows(_PLAIN_JOBS, BATCH)]
+    delays = [job for job in found if job.type == "delay" and _is_plain_delay(config, job)]
+    if delays:
+        _finish_together(delays, now)
+    done = {job.id for job in delays}
+    for job in found:
+        if job.id in done:
+            continue
         try:
             with savepoint():
-                _finish_plain_job(config, job_id, kind, waits, run, now)
+                _finish_plain_job(config, job, now)
         except Exception as error:
             if not is_poison(error):
                 raise
-            log.exception("a bug met job %s", job_id)
-            move(Job, job_id, "waiting", "active", taken_at=now)
-            move(Job, job_id, "active", "failed", finished_at=now, reason=bug_text(error))
-            go_on(config, run.id, run.workflow, run.step, now)
+            log.exception("a bug met job %s", job.id)
+            move(Job, job.id, "waiting", "active", taken_at=now)
+            move(Job, job.id, "active", "failed", finished_at=now, reason=bug_text(error))
+            go_on(config, job.run_id, job.workflow, job.step, now)
     return len(found)
-
-
-def _finish_plain_job(config: Config, job_id: int, kind: str, waits: int, run: ReadyRun, now: int) -> None:
-    if kind == "trigger":
-        take_run(run.id, now)
-    move(Job, job_id, "waiting", "active", taken_at=now)
-    if kind == "delay":
-        _finish_delay(config, job_id, run, waits, now)
-    elif kind == "trigger":
-        _finish_trigger(config, job_id, run.id, now)
-    elif kind == "next":
-        _find_place(config, job_id, run, now)
-    else:
-        _finish_in_app(config, job_id, run, now)
-
-
-def _finish_in_app(config: Config, job_id: int, run: ReadyRun, now: int) -> None:
-    draft = load_draft(config, job_id, now)
-    try:
-        if isinstance(draft, str):
-            raise PermanentFailure(draft)
-        write_inbox(draft, compose(draft), now)
-        move(Job, job_id, "active", "completed", finished_at=now)
-    except PermanentFailure as error:
-        move(Job, job_id, "active", "failed", finished_at=now, reason=error.message)
-    go_on(config, run.id, run.workflow, run.step, now)
 
 
 def write_inbox(draft: Draft, message: Message, now: int) -> None:
@@ -3590,81 +3726,79 @@ def write_inbox(draft: Draft, message: Message, now: int) -> None:
 # -- drafts: what a message is composed from ---------------------------------------------------------------------------
 
 
-def load_subscriber(subscriber_id: str | None) -> dict[str, Any]:
+def _person(job: WaitingJob) -> dict[str, Any]:
     """A subscriber as templates and webhooks see it; only the fields that are set."""
-    found = row(
-        f"SELECT {', '.join(SUBSCRIBER_FIELDS.values())} FROM subscribers WHERE subscriber_id = ?",
-        subscriber_id,
-    )
-    person: dict[str, Any] = {"subscriberId": subscriber_id}
-    for name, value in zip(SUBSCRIBER_FIELDS, found or (), strict=False):
+    person: dict[str, Any] = {"subscriberId": job.subscriber_id}
+    for name, value in zip(SUBSCRIBER_FIELDS, job.person, strict=True):
         if value is not None:
             person[name] = json.loads(value) if name == "data" else value
     return person
 
 
-def load_draft(config: Config, job_id: int, now: int) -> Draft | str:
-    """All that the message of a job is made from, as the config and the rows say now; or why there is none to make."""
-    public_id, step_id, kind, workflow_name, subscriber_id, event_id, digest_id, spec_id, created_at = row(
-        "SELECT j.public_id, j.step, j.type, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.repeatable_id,"
-        " r.created_at FROM jobs j JOIN runs r ON r.id = j.run_id WHERE j.id = ?", job_id
-    )  # fmt: skip
-    if spec_id is not None:
-        return _repeatable_draft(config, job_id, public_id, now)
-    workflow = config.workflows.get(workflow_name)
-    step = workflow.step(step_id) if workflow else None
+def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Draft:
+    """All that the message of a job is made from, as the config and the rows say now. `count` is the number of a
+    repeatable's run. Raises PermanentFailure with the reason when there is none to make."""
+    if job.repeatable_id is not None:
+        return _repeatable_draft(config, job, now, count)
+    workflow = config.workflows.get(job.workflow or "")
+    step = workflow.step(job.step) if workflow else None
     if workflow is None or step is None:
-        return "step removed" if workflow else "workflow removed"
+        raise PermanentFailure("step removed" if workflow else "workflow removed")
     sender = config.senders[step.sender] if step.sender is not None else None
-    events = load_events(event_id, digest_id)
+    events = load_events(job.event_id, job.digest_id, job.has_earlier)
     draft = Draft(
-        job_id, public_id, kind, sender, step, now, created_at, workflow=workflow_name, step=step_id,
-        subscriber=load_subscriber(subscriber_id), digest_id=digest_id, events=events,
+        job.id, job.public_id, job.type, sender, step, now, job.created_at, workflow=job.workflow, step=job.step,
+        subscriber=_person(job), digest_id=job.digest_id, events=events,
     )  # fmt: skip
-    _load_digest(draft, workflow, digest_id)
+    if job.digest_id is not None:
+        draft.has_digest, draft.digest_key = True, job.digest_key or ""
+        draft.steps[job.digest_step or ""] = draft.events
+        _load_earlier(draft, job.digest_id if job.has_earlier else None)
+    else:
+        _pass_digests(draft, workflow)
     return draft
 
 
-def _load_digest(draft: Draft, workflow: WorkflowSettings, digest_id: int | None) -> None:
-    """Which digest steps the run has behind it, and the events of each."""
-    if digest_id is not None:
-        draft.has_digest = True
-        step, draft.digest_key = row("SELECT step, key FROM digests WHERE id = ?", digest_id)
-        draft.steps[step] = draft.events
-        behind = _earlier_digests(digest_id)
-        while behind:
-            earlier_step, earlier_id = behind.pop()
-            draft.steps.setdefault(earlier_step, []).extend(load_events(None, earlier_id))
-            behind += _earlier_digests(earlier_id)
-        return
+def _load_earlier(draft: Draft, digest_id: int | None) -> None:
+    """The events of the windows that were joined on the way to this one, by their steps."""
+    behind = _earlier_digests(digest_id) if digest_id is not None else []
+    while behind:
+        step, earlier_id = behind.pop()
+        draft.steps.setdefault(step, []).extend(load_events(None, earlier_id))
+        behind += _earlier_digests(earlier_id)
+
+
+def _pass_digests(draft: Draft, workflow: WorkflowSettings) -> None:
+    """A run from one event that went past digest steps alone: each of them reports that event."""
     for step in workflow.steps[: workflow.places[draft.step or ""]]:
-        if isinstance(step, DigestStep):  # it went past this one alone
+        if isinstance(step, DigestStep):
             draft.has_digest = True
             draft.digest_key = digest_key(step, json.loads(draft.events[0].payload_text) if draft.events else {})
             draft.steps[step.id] = draft.events
 
 
-def _repeatable_draft(config: Config, job_id: int, public_id: str, now: int) -> Draft | str:
-    name, spec_key, spec_job_id, action, slot_at, seq = row(
-        "SELECT s.name, s.key, s.job_id, s.action, r.slot_at, r.seq FROM jobs j JOIN runs r ON r.id = j.run_id"
-        " JOIN repeatables s ON s.id = r.repeatable_id WHERE j.id = ?", job_id
-    )  # fmt: skip
-    wanted = json.loads(action)
+@functools.lru_cache(maxsize=4096)
+def _content_of(action: str) -> RepeatableSettings:
+    return RepeatableSettings.model_construct(
+        **{name: action_of(action).get(name) for name in ("subject", "text", "html")}
+    )
+
+
+def _repeatable_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft:
+    name, key, job_id, action = row("SELECT name, key, job_id, action FROM repeatables WHERE id = ?", job.repeatable_id)
+    wanted, slot_at = action_of(action), job.slot_at or 0
     sender = config.senders.get(wanted.get("sender") or "")
     if sender is None:
-        return "sender removed"
-    content = RepeatableSettings.model_construct(
-        subject=wanted.get("subject"), text=wanted.get("text"), html=wanted.get("html")
-    )
+        raise PermanentFailure("sender removed")
     facts = {
         "name": name,
-        "key": spec_key,
-        "jobId": spec_job_id,
+        "key": key,
+        "jobId": job_id,
         "slot": iso_text(slot_at),
-        "count": seq,
+        "count": count,
         "data": wanted.get("data"),
     }
-    return Draft(job_id, public_id, "message", sender, content, now, slot_at, repeatable=facts)
+    return Draft(job.id, job.public_id, "message", sender, _content_of(action), now, slot_at, repeatable=facts)
 
 
 # -- composing ---------------------------------------------------------------------------------------------------------
@@ -3706,9 +3840,10 @@ def _template_context(draft: Draft) -> dict[str, Any]:
 def render_content(draft: Draft) -> dict[str, Any]:
     """The subject, text and html that the step has templates for. Raises PermanentFailure."""
     content = draft.content
-    if content.subject is None and content.text is None and content.html is None:
+    templates = [text for text in (content.subject, content.text, content.html) if text is not None]
+    if not templates:
         return {}
-    context = _template_context(draft)
+    context = _template_context(draft) if any("{" in text for text in templates) else {}
     rendered: dict[str, Any] = {}
     if content.subject is not None:
         rendered["subject"] = _clean_line(render_template(content.subject, context))
@@ -3928,61 +4063,57 @@ class Room:
         }
 
 
-def store_message(job_id: int, message: Message) -> None:
-    """Keep a composed message until its job is final: every try sends the same bytes."""
+def _message_text(message: Message) -> str:
+    """A composed message as its job keeps it until it is final: every try sends the same bytes."""
     kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
-    execute(
-        "UPDATE jobs SET message = ? WHERE id = ?",
-        json.dumps({**kept, "summary": message.summary}, ensure_ascii=True),
-        job_id,
-    )
+    return json.dumps({**kept, "summary": message.summary})
 
 
-def _end_without_sending(
-    config: Config, job_id: int, run_id: int, workflow: str | None, step: str, state: str, reason: str, now: int
-) -> None:
-    move(Job, job_id, "active", state, finished_at=now, reason=reason, message=None)
-    log.warning("job %s %s: %s", job_id, state, one_line(reason))
-    go_on(config, run_id, workflow, step, now)
+def _end_without_sending(config: Config, job: WaitingJob, state: str, reason: str, now: int) -> None:
+    move(Job, job.id, "waiting", "active", taken_at=now)
+    move(Job, job.id, "active", state, finished_at=now, reason=reason, message=None)
+    log.warning("job %s %s: %s", job.id, state, one_line(reason))
+    go_on(config, job.run_id, job.workflow, job.step, now)
 
 
-def _first_draft(config: Config, found: Any, now: int) -> Draft | None:
+def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft | None:
     """The draft of a job's first try; None where there is nothing to send, and the job has ended with the reason."""
-    job_id, run_id, kind, _, _, workflow, step = found
-    draft = load_draft(config, job_id, now)
-    if isinstance(draft, str):
-        _end_without_sending(config, job_id, run_id, workflow, step, "failed", draft, now)
-        return None
-    missing = missing_address(draft)
-    if missing is None:
-        return draft
-    state = "skipped"
-    if kind == "in_app":  # the feed needs no address
-        try:
+    try:
+        draft = load_draft(config, job, now, count)
+        missing = missing_address(draft)
+        if missing is None:
+            return draft
+        if job.type == "in_app":  # the feed needs no address
             write_inbox(draft, compose(dataclasses.replace(draft, sender=None)), now)
-        except PermanentFailure as error:
-            state, missing = "failed", error.message
-    _end_without_sending(config, job_id, run_id, workflow, step, state, missing, now)
+        _end_without_sending(config, job, "skipped", missing, now)
+    except PermanentFailure as error:
+        _end_without_sending(config, job, "failed", error.message, now)
     return None
 
 
-def _claim_job(config: Config, found: Any, name: str, now: int) -> Claim | None:
+def _claim_job(config: Config, job: WaitingJob, name: str, now: int) -> Claim | None:
     """waiting -> active with an attempt on record; None when there is nothing to send after all."""
-    job_id, run_id, kind, public_id, text, _, _ = found
-    if kind == "message":
-        take_run(run_id, now)
-    move(Job, job_id, "waiting", "active", taken_at=now)
-    draft = _first_draft(config, found, now) if text is None else None
-    if text is None and draft is None:
+    count = take_run(job.run_id, now) if job.type == "message" else 0
+    draft = _first_draft(config, job, now, count) if job.message is None else None
+    if job.message is None and draft is None:
         return None
-    attempt_id, number = row(_BEGIN_ATTEMPT, job_id, now, job_id)
-    claim = Claim(job_id, attempt_id, number, now, public_id, name, config.senders[name], draft=draft)
+    claim = Claim(
+        job.id, 0, 0, now, job.public_id, name, config.senders[name], job.run_id, job.workflow, job.step, job.tries,
+        draft=draft,
+    )  # fmt: skip
+    facts: dict[str, Any] = {}
     if draft is None:
-        claim.message = Message(**json.loads(text))
+        claim.message = Message(**json.loads(job.message or "{}"))
     elif not is_heavy(draft):
         finish_claim(claim)
         if claim.message is not None:
-            keep_composed(claim, now)
+            facts["message"] = _message_text(claim.message)
+            if job.type == "in_app":
+                write_inbox(draft, claim.message, now)
+    move(Job, job.id, "waiting", "active", taken_at=now, **facts)
+    claim.attempt_id, claim.number = row(_BEGIN_ATTEMPT, job.id, now, job.id)
+    if claim.result is not None:
+        claim.result = dataclasses.replace(claim.result, attempt_id=claim.attempt_id)
     return claim
 
 
@@ -3996,31 +4127,20 @@ def finish_claim(claim: Claim) -> None:
 
 
 def keep_composed(claim: Claim, now: int) -> None:
-    """Store what was composed, and the feed's row of an in-app step that also has a sender."""
+    """Store what was composed in a thread, and the feed's row of an in-app step that also has a sender."""
     assert claim.draft is not None and claim.message is not None
-    store_message(claim.job_id, claim.message)
+    execute("UPDATE jobs SET message = ? WHERE id = ?", _message_text(claim.message), claim.job_id)
     if claim.draft.channel == "in_app":
         write_inbox(claim.draft, claim.message, now)
-
-
-_WAITING_JOBS = (
-    "SELECT j.id, j.run_id, j.type, j.public_id, j.message, r.workflow, j.step"
-    " FROM jobs j JOIN runs r ON r.id = j.run_id"
-    " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
-)
 
 
 def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
     """Stage: jobs (waiting) -> active, as many as each sender has room for; the tries that are now to be made."""
     claims: list[Claim] = []
-    if not row("SELECT 1 FROM jobs WHERE state = 'waiting' AND sender IS NOT NULL LIMIT 1"):
-        return claims
     for name in config.senders:
         free = room.free(name)
-        if free == 0:
-            continue
-        for found in rows(_WAITING_JOBS, name, now, free):
-            claim = _claim_job(config, found, name, now)
+        for found in rows(_WAITING_JOBS, name, now, free) if free else ():
+            claim = _claim_job(config, WaitingJob.of(found), name, now)
             if claim is not None:
                 room.begin(name)
                 claims.append(claim)
@@ -4044,9 +4164,8 @@ def rebind_jobs(config: Config, now: int) -> None:
             if state == "delayed":
                 move(Job, job_id, "delayed", "waiting")
             move(Job, job_id, "waiting", "active", taken_at=now)
-            _end_without_sending(
-                config, job_id, run_id, workflow_name, step_id, "failed", f"sender {name!r} removed", now
-            )
+            move(Job, job_id, "active", "failed", finished_at=now, reason=f"sender {name!r} removed")
+            go_on(config, run_id, workflow_name, step_id, now)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -4363,46 +4482,43 @@ def next_try_at(sender: SenderSettings, tries: int, now: int, result: SendResult
     return due_at
 
 
-def record_outcome(config: Config, result: SendResult, now: int) -> None:
+def record_outcome(config: Config, claim: Claim, result: SendResult, now: int) -> None:
     """active -> completed, failed, or delayed for another try. The run goes on after the first try, whatever came of
     it; where the step says stop_on_failure, after the last."""
-    execute(_FINISH_ATTEMPT, now, result.outcome, result.status_code, result.reason, result.took_ms, result.attempt_id)
-    found = row(
-        "SELECT j.run_id, j.tries, j.step, j.sender, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id"
-        " WHERE j.id = ? AND j.state = 'active'", result.job_id
-    )  # fmt: skip
-    if not found:
-        log.warning("the result of job %s comes too late: it is no longer active", result.job_id)
+    execute(_FINISH_ATTEMPT, now, result.outcome, result.status_code, result.reason, result.took_ms, claim.attempt_id)
+    state = _move_by_outcome(config, claim, result, now)
+    if state is None:
+        log.warning("the result of job %s comes too late: it is no longer active", claim.job_id)
         return
-    run_id, tries, step_id, sender_name, workflow_name = found
-    workflow = config.workflows.get(workflow_name) if workflow_name else None
-    stops = bool(getattr(workflow.step(step_id) if workflow else None, "stop_on_failure", False))
-    state = _move_by_outcome(config, result, sender_name, tries + 1, now)
+    workflow = config.workflows.get(claim.workflow) if claim.workflow else None
+    stops = bool(getattr(workflow.step(claim.step) if workflow else None, "stop_on_failure", False))
     if state == "failed" and stops:
-        move(Run, run_id, "active", "failed", next_at=None, finished_at=now, reason=f"step {step_id} failed")
-    elif (tries == 0 and not stops) or (stops and state == "completed"):
-        go_on(config, run_id, workflow_name, step_id, now)
+        move(Run, claim.run_id, "active", "failed", next_at=None, finished_at=now, reason=f"step {claim.step} failed")
+    elif (claim.tries == 0 and not stops) or (stops and state == "completed"):
+        go_on(config, claim.run_id, claim.workflow, claim.step, now)
     elif state != "delayed":
-        settle_run(run_id, now)
+        settle_run(claim.run_id, now)
 
 
-def _move_by_outcome(config: Config, result: SendResult, sender_name: str, tries: int, now: int) -> str:
-    """The move of the job alone; its new state."""
-    job_id = result.job_id
+def _move_by_outcome(config: Config, claim: Claim, result: SendResult, now: int) -> str | None:
+    """The move of the job alone; its new state, or None when it was not active any more."""
+    job_id, tries = claim.job_id, claim.tries + 1
     if result.outcome == "sent":
-        move(Job, job_id, "active", "completed", tries=tries, finished_at=now, message=None)
-        return "completed"
+        done = move(Job, job_id, "active", "completed", tries=tries, finished_at=now, message=None)
+        return "completed" if done else None
     if result.outcome == "temporary":
-        sender = config.senders.get(sender_name)
+        sender = config.senders.get(claim.sender_name)
         due_at = next_try_at(sender, tries, now, result) if sender else None
         if due_at is not None:
-            move(Job, job_id, "active", "delayed", tries=tries, due_at=due_at)
+            if not move(Job, job_id, "active", "delayed", tries=tries, due_at=due_at):
+                return None
             log.warning("job %s is tried again at %s: %s", job_id, iso_text(due_at), one_line(result.reason or ""))
             return "delayed"
     reason = result.reason or "refused"
     if result.outcome == "temporary":
         reason = f"given up after {tries} tries: {reason}"
-    move(Job, job_id, "active", "failed", tries=tries, finished_at=now, reason=reason)
+    if not move(Job, job_id, "active", "failed", tries=tries, finished_at=now, reason=reason):
+        return None
     log.error("job %s failed: %s", job_id, one_line(reason))
     return "failed"
 
@@ -4475,54 +4591,84 @@ def retry_job(job_id: int, now: int) -> bool:
 MAX_ROUNDS = 4  # an event goes through place, close, begin and claim in one; a chain of instant steps takes more
 
 
+class Heads(NamedTuple):
+    """What is first in each line: when something is due, in ms, and whether anything waits."""
+
+    windows_at: int | None
+    jobs_at: int | None
+    runs_at: int | None
+    received: int
+    waiting: int
+
+    @property
+    def wake_at(self) -> int | None:
+        """The next instant at which something is due; None when nothing is planned."""
+        return min((at for at in self[:3] if at is not None), default=None)
+
+
+def read_heads() -> Heads:
+    """One look at the heads of five indexes, whatever the tables hold."""
+    found = row(
+        "SELECT (SELECT min(due_at) FROM digests WHERE state IN ('open', 'held')),"
+        " (SELECT min(due_at) FROM jobs WHERE state = 'delayed'),"
+        " (SELECT min(next_at) FROM runs WHERE next_at IS NOT NULL),"
+        " EXISTS (SELECT 1 FROM events WHERE state = 'received'), EXISTS (SELECT 1 FROM jobs WHERE state = 'waiting')"
+    )
+    return Heads(*found)
+
+
+def next_wake_at() -> int | None:
+    """The next instant at which something is due, in ms; None when nothing is planned."""
+    return read_heads().wake_at
+
+
+def _run_stages(config: Config, now: int, heads: Heads) -> tuple[int, ...]:
+    """The stages that have something to do, in order; how many rows each moved."""
+
+    def is_due(at: int | None) -> bool:
+        return at is not None and at <= now
+
+    placed = place_events(config, now) if heads.received else 0
+    closed = close_windows(config, now) if is_due(heads.windows_at) else 0
+    begun = begin_steps(config, now) if is_due(heads.runs_at) or placed or closed else 0
+    promoted = promote_jobs(now) if is_due(heads.jobs_at) else 0
+    finished = finish_plain_jobs(config, now) if heads.waiting or begun or promoted else 0
+    return placed, closed, begun, promoted, finished
+
+
 def tick(config: Config, now: int, room: Room) -> TickReport:
     """Move everything that is due by one bounded batch per stage, and claim what may be sent."""
-    total, more = 0, False
+    total, more = 0, True
     for _ in range(MAX_ROUNDS):
-        counts = (
-            place_events(config, now),
-            close_windows(config, now),
-            begin_steps(config, now),
-            promote_jobs(now),
-            finish_plain_jobs(config, now),
-        )
+        heads = read_heads()
+        counts = _run_stages(config, now, heads)
         total += sum(counts)
         more = max(counts) >= BATCH
         if more or not any(counts):
             break
     else:
         more = True
-    claims = claim_jobs(config, now, room)
-    return TickReport(total + len(claims), claims, more)
+    claims = claim_jobs(config, now, room) if heads.waiting or total else []
+    wake_at = next_wake_at() if total or claims else heads.wake_at
+    return TickReport(total + len(claims), claims, more, wake_at)
 
 
 def take_trigger(config: Config, trigger: Trigger, now: int) -> TriggerAnswer:
-    """Record the events of a trigger and place them, as a whole: Ingest and Digests in one go. Where one cannot be
-    placed, all are recorded all the same, and that one fails alone. Inside the caller's transaction."""
-    try:
+    """Record the events of a trigger and place them: Ingest and Digests in one go. Inside the caller's transaction.
+
+    Where the window is open and known, that is one statement, which needs no savepoint. An event that cannot be placed
+    is recorded all the same, and fails alone.
+    """
+    window_of = known_windows(config, trigger, now)
+    [first, *others] = trigger.recipients
+    if not others and not first.fields:
+        answer, events = record_trigger(trigger, now, window_of)
+    else:
         with savepoint():
-            answer, events = record_trigger(trigger, now)
-            for event in events:
-                place_event(config, event, now)
-            return answer
-    except Exception as error:
-        if not is_poison(error):
-            raise
-    with savepoint():
-        answer, events = record_trigger(trigger, now)
-        for event in events:
-            place_or_fail(config, event, now)
-        return answer
-
-
-def next_wake_at() -> int | None:
-    """The next instant at which something is due, in ms; None when nothing is planned. Reads the heads of indexes."""
-    found = row(
-        "SELECT (SELECT min(due_at) FROM digests WHERE state IN ('open', 'held')),"
-        " (SELECT min(due_at) FROM jobs WHERE state = 'delayed'),"
-        " (SELECT min(next_at) FROM runs WHERE next_at IS NOT NULL)"
-    )
-    return min((at for at in found if at is not None), default=None)
+            answer, events = record_trigger(trigger, now, window_of)
+    for event in events:
+        place_or_fail(config, event, now)
+    return answer
 
 
 def adopt_config(config: Config, now: int) -> None:
@@ -4603,6 +4749,7 @@ def _purge_discarded(before: int, limit: int) -> int:
 LOOK_S = 1.0  # how often rows that other programs inserted are looked for
 MIN_SLEEP_S = 0.005  # ticks that due times alone cause are this far apart
 MAX_MESSAGES = 500  # taken from the inbox in one turn
+ANSWER_S = 5.0  # a caller waits so long for a commit; then 503, and the request does not count
 
 
 class Service(Protocol):
@@ -4698,6 +4845,7 @@ class Daemon:
         self.refused = ""
         self.stopping = False
         self.more = True  # a first tick at start: much may be due
+        self.wake_at: int | None = None
         self.trouble_since: float | None = None
         self.trouble_logged = float("-inf")
         self.pinged = float("-inf")
@@ -4734,6 +4882,7 @@ class Daemon:
         log.info("digestd %s serves %s", __version__, self.config.source)
         gc.collect()
         gc.freeze()  # what is loaded by now stays: the collector need not walk it again
+        gc.set_threshold(20_000, 20, 20)
         try:
             while not self.stopping:
                 await self._pass()
@@ -4751,32 +4900,29 @@ class Daemon:
         self._ping_watchdog()
 
     async def _sleep(self) -> None:
-        if self.inbox or self.more:
-            await asyncio.sleep(0)
-        else:
+        """Until the next message or due time. With a message there, only until those that come with it are there too:
+        what is on its way through the loop shares the commit."""
+        if not self.inbox and not self.more:
             handle = self.loop.call_later(self._sleep_s(), self.wakeup.set)
             await self.wakeup.wait()
             handle.cancel()
+        seen = -1
+        while len(self.inbox) > seen and len(self.inbox) < MAX_MESSAGES:
+            seen = len(self.inbox)
+            await asyncio.sleep(0)
         self.wakeup.clear()
 
     def _sleep_s(self) -> float:
-        try:
-            wake_at = next_wake_at()
-        except peewee.DatabaseError:
+        if self.wake_at is None:
             return LOOK_S
-        if wake_at is None:
-            return LOOK_S
-        return min(LOOK_S, max(MIN_SLEEP_S, (wake_at - self.clock.now()) / SECOND))
+        return min(LOOK_S, max(MIN_SLEEP_S, (self.wake_at - self.clock.now()) / SECOND))
 
     def _has_work(self) -> bool:
         """Whether a turn has anything to do: a message, something due, or another process's commit."""
-        if self.inbox or self.more:
+        if self.inbox or self.more or (self.wake_at is not None and self.wake_at <= self.clock.now()):
             return True
         try:
-            wake_at = next_wake_at()
-            return (wake_at is not None and wake_at <= self.clock.now()) or row("PRAGMA data_version")[
-                0
-            ] != database.seen_version
+            return bool(row("PRAGMA data_version")[0] != database.seen_version)
         except peewee.DatabaseError:
             return True
 
@@ -4793,13 +4939,13 @@ class Daemon:
             await self._endure(error)
             return
         self._relieved()
-        self.more = report.more
+        self.more, self.wake_at = report.more, report.wake_at
         for reply, answer in answers:
             if not reply.done():
                 reply.set_result(answer)
         for message in messages:
             if isinstance(message, Sent):
-                self.room.end(message.sender_name)
+                self.room.end(message.claim.sender_name)
                 self.more = True  # its place is free for the next one
         for claim in report.claims:
             self._launch(claim)
@@ -4821,7 +4967,7 @@ class Daemon:
                 answer = self._handle(message, now)
                 if getattr(message, "reply", None) is not None:
                     answers.append((message.reply, answer))
-            report = TickReport(0, [], False) if self.stopping else tick(self.config, now, self.room)
+            report = TickReport(0, [], False, None) if self.stopping else tick(self.config, now, self.room)
         return answers, report
 
     def _handle(self, message: Any, now: int) -> Any:
@@ -4834,7 +4980,7 @@ class Daemon:
                 ]
             with savepoint():
                 if isinstance(message, Sent):
-                    return record_outcome(self.config, message.result, now)
+                    return record_outcome(self.config, message.claim, message.result, now)
                 if isinstance(message, CancelCall):
                     return cancel_transaction(message.transaction_id, now)
                 assert isinstance(message, Composed)
@@ -4854,6 +5000,9 @@ class Daemon:
             self.trouble_logged = moment
             log.error("the database cannot be written, and everything waits: %s", one_line(str(error)))
             notify_systemd(f"STATUS=the database cannot be written: {one_line(str(error))}")
+        for message in self.inbox:
+            if moment - getattr(message, "since", moment) > ANSWER_S and not message.reply.done():
+                message.reply.set_exception(TimeoutError())
         self.more = True
         await asyncio.sleep(min(1.0, max(0.05, (moment - self.trouble_since) / 4)))
 
@@ -4866,6 +5015,9 @@ class Daemon:
     # -- tries under way -----------------------------------------------------------------------------------------------
 
     def _launch(self, claim: Claim) -> None:
+        if claim.result is None and claim.message is not None and isinstance(claim.sender, LogSettings):
+            self.put(Sent(claim, send_to_log(claim)))  # nothing to wait for
+            return
         task = self.loop.create_task(self._make_try(claim))
         self.flights.add(task)
         task.add_done_callback(self.flights.discard)
@@ -4879,7 +5031,7 @@ class Daemon:
                 await self.ask(lambda reply: Composed(claim, reply))
         result = claim.result or await self.senders.send(claim)
         took_ms = int((self.clock.monotonic() - began) * SECOND)
-        self.put(Sent(dataclasses.replace(result, took_ms=took_ms), claim.sender_name))
+        self.put(Sent(claim, dataclasses.replace(result, took_ms=took_ms)))
 
     # -- stop ----------------------------------------------------------------------------------------------------------
 
@@ -5103,7 +5255,6 @@ def set_up_log(level: str) -> None:
 # on the inbox and answers when they are committed. Holds no state but its sockets.
 
 READ_S = 10.0  # for a body to arrive
-ANSWER_S = 5.0  # for a commit; then 503, and the request does not count
 BULK = 100
 _TRIGGER = "/v1/events/trigger"
 _REASONS = {200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
@@ -5302,29 +5453,20 @@ class Api:
             raise Rejected(400, f"the body did not arrive within {READ_S:.0f} s") from None
         return parse_json(data)
 
-    async def _commit(self, make: Callable[[asyncio.Future[Any]], Any]) -> Any:
-        """Put a message on the inbox and wait for its commit; after 5 s it is withdrawn and TimeoutError raised."""
+    async def _commit(self, make: Callable[[asyncio.Future[Any], float], Any]) -> Any:
+        """Put a message on the inbox and wait for its commit. Raises TimeoutError when that cannot be had in time."""
         reply = self.daemon.loop.create_future()
-        timer = self.daemon.loop.call_later(ANSWER_S, self._give_up, reply)
-        self.daemon.put(make(reply))
-        try:
-            answer = await reply
-        finally:
-            timer.cancel()
+        self.daemon.put(make(reply, self.daemon.clock.monotonic()))
+        answer = await reply
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    @staticmethod
-    def _give_up(reply: asyncio.Future[Any]) -> None:
-        if not reply.done():
-            reply.set_exception(TimeoutError())
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
     async def _trigger(self, body: Any) -> Answer:
         trigger = check_trigger(self.daemon.config, body, self.daemon.clock.now())
-        [answer] = await self._commit(lambda reply: TriggerCall([trigger], reply))
+        [answer] = await self._commit(functools.partial(TriggerCall, [trigger]))
         return Answer(201, '{"data":' + _trigger_answer(answer) + "}")
 
     async def _bulk(self, body: Any) -> Answer:
@@ -5334,7 +5476,7 @@ class Api:
         if len(events) > BULK:
             raise Rejected(422, f"events must be a list of 1 to {BULK} triggers; found {len(events)}", "events")
         triggers = [self._check_one(event) for event in events]
-        answers = await self._commit(lambda reply: TriggerCall(triggers, reply))
+        answers = await self._commit(functools.partial(TriggerCall, triggers))
         return Answer(201, '{"data":[' + ",".join(map(_trigger_answer, answers)) + "]}")
 
     def _check_one(self, event: Any) -> Trigger | TriggerAnswer:
@@ -5348,7 +5490,7 @@ class Api:
             return TriggerAnswer("error", given if isinstance(given, str) else None, (error.message,))
 
     async def _cancel(self, transaction_id: str) -> Answer:
-        return Answer(200, {"data": await self._commit(lambda reply: CancelCall(transaction_id, reply))})
+        return Answer(200, {"data": await self._commit(functools.partial(CancelCall, transaction_id))})
 
 
 def _trigger_answer(answer: TriggerAnswer) -> str:
@@ -5482,7 +5624,7 @@ class Simulation:
                     if claim.draft is not None and claim.message is not None:
                         keep_composed(claim, now)
                     self.kept[claim.job_id] = claim
-                    record_outcome(self.config, result, now)
+                    record_outcome(self.config, claim, result, now)
                 self.room.end(claim.sender_name)
             yield from self._news()
             if not report.moved:
