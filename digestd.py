@@ -2644,7 +2644,7 @@ def parse_json(data: bytes | str) -> Any:
     """A JSON document from outside. Raises Rejected(400) with the reason, also for what Python would let pass: NaN,
     thousands of levels, lone surrogates, numbers past what a float holds."""
     try:
-        text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+        text = data.decode().removeprefix("\ufeff") if isinstance(data, bytes) else data
         value = _loads(text)
     except UnicodeDecodeError:
         raise Rejected(400, "the body is not UTF-8") from None
@@ -5277,29 +5277,24 @@ class Answer(NamedTuple):
         ).encode() + body
 
 
-@functools.cache
-def _response_class() -> type:
-    """A response that is already bytes: on the hot route, building headers one by one costs more than the commit."""
-    from aiohttp import web
+class Ready:
+    """A response that is already bytes, in the shape that aiohttp asks of one: on the hot route, headers built one by
+    one costs more than the commit."""
 
-    class Ready(web.StreamResponse):
-        def __init__(self, data: bytes, keep_alive: bool, with_body: bool) -> None:
-            super().__init__()
-            self._data = data if with_body else data[: data.index(b"\r\n\r\n") + 4]
-            if not keep_alive:
-                self.force_close()
+    def __init__(self, data: bytes, keep_alive: bool | None, with_body: bool) -> None:
+        self.data = data if with_body else data[: data.index(b"\r\n\r\n") + 4]
+        self.keep_alive = keep_alive
 
-        async def prepare(self, request: Any) -> None:
-            if self.keep_alive is None:
-                self._keep_alive = request.keep_alive
-            if request.transport is not None:
-                data = self._data if self.keep_alive else self._data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-                request.transport.write(data)
+    async def prepare(self, request: Any) -> None:
+        if self.keep_alive is None:
+            self.keep_alive = request.keep_alive
+        if not self.keep_alive:
+            self.data = self.data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        if request.transport is not None:
+            request.transport.write(self.data)
 
-        async def write_eof(self, data: bytes = b"") -> None:
-            self._eof_sent = True
-
-    return Ready
+    async def write_eof(self) -> None:
+        """All has been written."""
 
 
 def error_body(status: int, message: str, path: str, now: int, field: str = "general") -> dict[str, Any]:
@@ -5327,9 +5322,9 @@ class Api:
         from aiohttp import web
 
         self.daemon = daemon
-        self.keys = [key.get_secret_value().encode() for key in daemon.config.api.keys]
+        self.make_request = functools.partial(web.BaseRequest, loop=daemon.loop, client_max_size=MAX_BODY)
         server = web.Server(
-            self._serve, request_factory=self._request, access_log=None, keepalive_timeout=75, lingering_time=2
+            self._serve, request_factory=self.make_request, access_log=None, keepalive_timeout=75, lingering_time=2
         )
         self.runner = web.ServerRunner(server, shutdown_timeout=5)
         await self.runner.setup()
@@ -5369,26 +5364,20 @@ class Api:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
-        from aiohttp import web
-
-        return web.BaseRequest(message, payload, protocol, writer, task, self.daemon.loop, client_max_size=MAX_BODY)
-
     # -- one request ---------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: Any) -> Any:
         """Route, answer, and turn whatever goes wrong into an error that a client can read."""
         path = request.raw_path.partition("?")[0]
-        keep_alive = True
+        keep_alive = None
         try:
             if not self._is_public(path) and not self._may_enter(request):
                 raise Rejected(401, "the Authorization header is missing or its ApiKey is not known")
             answer = await self._route(request, path)
         except Rejected as error:
-            answer = Answer(
-                error.status, error_body(error.status, error.message, path, self.daemon.clock.now(), error.field)
-            )
-            keep_alive = error.status != 413
+            body = error_body(error.status, error.message, path, self.daemon.clock.now(), error.field)
+            answer = Answer(error.status, body)
+            keep_alive = False if error.status == 413 else None
         except (TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self.daemon.stopping:
                 raise
@@ -5397,7 +5386,7 @@ class Api:
         except Exception:
             log.exception("a bug met a request to %s", one_line(path))
             answer = Answer(500, error_body(500, "a bug in digestd; its log has more", path, self.daemon.clock.now()))
-        return _response_class()(answer.encode(), keep_alive, request.method != "HEAD")
+        return Ready(answer.encode(), keep_alive, request.method != "HEAD")
 
     @staticmethod
     def _is_public(path: str) -> bool:
@@ -5405,11 +5394,12 @@ class Api:
 
     def _may_enter(self, request: Any) -> bool:
         """Whether the request carries a key that is configured; all may where none is. Compared in constant time."""
-        if not self.keys:
+        keys = self.daemon.config.api.keys
+        if not keys:
             return True
         scheme, _, value = request.headers.get("Authorization", "").partition(" ")
         given = value.strip().encode("utf-8", "surrogateescape")
-        found = [hmac.compare_digest(key, given) for key in self.keys]
+        found = [hmac.compare_digest(key.get_secret_value().encode(), given) for key in keys]
         return scheme.lower() == "apikey" and any(found)
 
     async def _route(self, request: Any, path: str) -> Answer:
@@ -5435,23 +5425,25 @@ class Api:
 
     async def _json(self, request: Any) -> Any:
         """The body as JSON: refused when too large, given up when it does not arrive."""
-        from aiohttp import web
-
+        if request.content.is_eof() and request.content.total_bytes <= MAX_BODY:
+            return parse_json(request.content.read_nowait())  # it came with the headers: the usual case
         if (request.content_length or 0) > MAX_BODY:
             raise Rejected(413, f"the body is larger than {MAX_BODY} bytes")
+        return parse_json(await self._late_body(request))
+
+    async def _late_body(self, request: Any) -> bytes:
+        """A body that is still on its way."""
+        from aiohttp import web
+
         if request.headers.get("Expect", "").lower() == "100-continue":
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            if request.content.is_eof():
-                data = await request.read()
-            else:
-                async with asyncio.timeout(READ_S):
-                    data = await request.read()
+            async with asyncio.timeout(READ_S):
+                return bytes(await request.read())
         except web.HTTPRequestEntityTooLarge:
             raise Rejected(413, f"the body is larger than {MAX_BODY} bytes") from None
         except TimeoutError:
             raise Rejected(400, f"the body did not arrive within {READ_S:.0f} s") from None
-        return parse_json(data)
 
     async def _commit(self, make: Callable[[asyncio.Future[Any], float], Any]) -> Any:
         """Put a message on the inbox and wait for its commit. Raises TimeoutError when that cannot be had in time."""
