@@ -2866,11 +2866,13 @@ _FIND_WINDOW = (
     "SELECT id, due_at FROM digests WHERE subscriber_id = ? AND workflow = ? AND step = ? AND key = ?"
     " AND state IN ('open', 'held')"
 )
+# Cancelled events stay tied to their window, but a window that they emptied is discarded at once: so when a window
+# ends, any event says that it holds something, and the index alone tells.
 _WINDOW_COLUMNS = """
-    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.key, d.state, d.waits, s.schedule, s.timezone,
-           EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id AND e.state = 'placed')
+    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.key, d.state, d.waits,
+           EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id)
            OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id)
-    FROM digests d LEFT JOIN subscribers s ON s.subscriber_id = d.subscriber_id
+    FROM digests d
 """
 
 
@@ -2884,8 +2886,6 @@ class Window(NamedTuple):
     key: str
     state: str
     waits: int
-    schedule: str | None
-    timezone: str | None
     has_events: int
 
 
@@ -3059,13 +3059,14 @@ def _verdict(config: Config, window: Window, now: int) -> int | None:
     step = workflow.step(window.step) if workflow else None
     if workflow is None or workflow.critical or not getattr(step, "extend_to_schedule", False):
         return None
-    return hold_until(subscriber_schedule(config, window.schedule, window.timezone), window.waits, now)
+    return hold_until(hours_of(config, window.subscriber_id), window.waits, now)
 
 
 def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
     """Windows that have ended: open/held -> closed with a run each, -> held, or -> discarded with nothing in them."""
     closing: dict[str, list[int]] = {"open": [], "held": []}
     for window in windows:
+        database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
         until = _verdict(config, window, now) if window.has_events else None
         if not window.has_events:
             move(Digest, window.id, window.state, "discarded", closed_at=now, reason="nothing is in it")
@@ -3073,7 +3074,6 @@ def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
             closing[window.state].append(window.id)
         else:
             move(Digest, window.id, window.state, "held", due_at=until, held_at=now, waits=window.waits + 1)
-        database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
     closed = [
         moved for state, ids in closing.items() for moved in move_all(Digest, ids, state, "closed", closed_at=now)
     ]
@@ -3107,11 +3107,14 @@ def join_later_window(
 
 def _discard_if_empty(digest_id: int | None, now: int) -> None:
     found = row(_WINDOW_COLUMNS + " WHERE d.id = ? AND d.state IN ('open', 'held')", digest_id)
-    if found:
+    left = row(
+        "SELECT 1 FROM events WHERE digest_id = ? AND state = 'placed' UNION ALL"
+        " SELECT 1 FROM digest_runs WHERE digest_id = ? LIMIT 1", digest_id, digest_id
+    )  # fmt: skip
+    if found and not left:
         window = Window(*found)
-        if not window.has_events:
-            move(Digest, window.id, window.state, "discarded", closed_at=now, reason="all its events were cancelled")
-            database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
+        move(Digest, window.id, window.state, "discarded", closed_at=now, reason="all its events were cancelled")
+        database.open_windows.pop((window.subscriber_id, window.workflow, window.step, window.key), None)
 
 
 def _cancel_run(run_id: int, now: int) -> bool:

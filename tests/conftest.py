@@ -224,7 +224,7 @@ class Process:
         self.start()
 
     def start(self, wait: bool = True) -> None:
-        self.log = open(self.folder / "log.txt", "ab")
+        self.log = (self.folder / "log.txt").open("ab")
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "digestd.py"), "run", "--config", str(self.config)],
             cwd=self.folder, stdout=self.log, stderr=self.log, env={**os.environ, **self.env},

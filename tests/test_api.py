@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import pytest
-from conftest import ROOT, Process, free_port, wait_for
 
 import digestd
+from conftest import ROOT, Process, free_port, wait_for
 
 WORKFLOWS = """
 [senders.out]

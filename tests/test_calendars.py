@@ -15,11 +15,11 @@ import random
 import zoneinfo
 
 import pytest
-from conftest import World
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import digestd
+from conftest import World
 
 DATA = pathlib.Path(__file__).parent / "data"
 at_ms = digestd.parse_instant

@@ -20,9 +20,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import tomli
-from conftest import BASIC, ROOT
 
 import digestd
+from conftest import BASIC, ROOT
 
 HERE = pathlib.Path(__file__).parent
 SECRET = "correcthorsebatterystaple"

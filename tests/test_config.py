@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import tomli
-from conftest import ROOT, START
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import digestd
+from conftest import ROOT, START
 
 HERE = pathlib.Path(__file__).parent
 PAIRS = sorted((HERE / "configs").glob("*.toml"))

@@ -156,4 +156,4 @@ def test_links_inside_the_readme_lead_somewhere():
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
         for title in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
     }
-    assert {anchor for anchor in re.findall(r"\]\(#([^)]+)\)", README)} <= anchors
+    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= anchors

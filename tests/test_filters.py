@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import START
 
 import digestd
+from conftest import START
 
 NAMES = ["John", "Josh", "Sarah", "Alex", "Emma"]
 PEOPLE = [{"payload": {"name": name}} for name in ("Ada", "Grace", "Linus", "Ken", "Dennis")]

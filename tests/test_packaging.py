@@ -14,9 +14,9 @@ import venv
 
 import pytest
 import tomli
-from conftest import ROOT
 
 import digestd
+from conftest import ROOT
 
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 SOURCES = ("digestd.py", "migrations.sql", "config.example.toml", "pyproject.toml", "constraints.txt", "LICENSE")

@@ -28,6 +28,7 @@ from typing import Any
 import aiosmtpd.controller
 import pytest
 import standardwebhooks
+
 from conftest import ROOT, Process, free_port, wait_for
 
 DATA = ROOT / "tests" / "data"

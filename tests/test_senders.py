@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import standardwebhooks
-from conftest import BASIC, ROOT, START, World, free_port, wait_for
-from peers import CA, DRIP, DROP, HANG, HANG_UP, SILENCE, Answer, MailServer, Raw, Receiver
 
 import digestd
+from conftest import BASIC, ROOT, START, World, free_port, wait_for
+from peers import CA, DRIP, DROP, HANG, HANG_UP, SILENCE, Answer, MailServer, Raw, Receiver
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 

@@ -50,9 +50,9 @@ def test_a_section_uses_only_names_that_stand_above_it():
     names = defined()
     wrong = []
     for node in ast.walk(TREE):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names:
-            if section_of(node.lineno) < section_of(names[node.id]):
-                wrong.append(f"line {node.lineno} uses {node.id}, which stands in section {section_of(names[node.id])}")
+        used = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
+        if used and section_of(node.lineno) < section_of(names[node.id]):
+            wrong.append(f"line {node.lineno} uses {node.id}, which stands in section {section_of(names[node.id])}")
     assert wrong == []
 
 
@@ -107,7 +107,9 @@ def test_senders_know_neither_database_nor_config_nor_clock():
 def test_every_change_of_state_goes_through_move():
     start, end = BANNERS[5][2], BANNERS[6][2]
     found = [
-        number for number, line in enumerate(SOURCE.splitlines(), 1) if re.search(r"SET (?:(?!WHERE)[^'\"])*\bstate\b *=", line)
+        number
+        for number, line in enumerate(SOURCE.splitlines(), 1)
+        if re.search(r"SET (?:(?!WHERE)[^'\"])*\bstate\b *=", line)
     ]
     assert found and all(start <= line < end for line in found)
 

@@ -33,9 +33,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
-import load  # noqa: E402
-
 import digestd  # noqa: E402
+import load  # noqa: E402
 
 REPETITIONS = 5
 INSTALLED = "import sys, digestd; sys.exit(digestd.main())"  # as the command does: a script is compiled at each start
