@@ -87,7 +87,7 @@ import sys
 import threading
 import time
 import zoneinfo
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import cronsim
@@ -396,6 +396,8 @@ def shown(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """A text as one line of a log: whoever wrote it, it cannot forge a second one."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -2258,6 +2260,16 @@ def insert(sql: str, *values: Any) -> int:
     return int(database.execute_sql(sql, values).lastrowid)
 
 
+def execute_many(sql: str, values: Iterable[Sequence[Any]]) -> int:
+    """Run one statement that writes with many sets of values; how many rows it touched in all."""
+    try:
+        return int(database.cursor().executemany(sql, values).rowcount)
+    except sqlite3.IntegrityError as error:  # past peewee, which would translate
+        raise peewee.IntegrityError(str(error)) from error
+    except sqlite3.Error as error:
+        raise peewee.OperationalError(str(error)) from error
+
+
 def insert_text(model: type[Table], *names: str) -> str:
     """An INSERT statement for these columns of a model, rendered once, so that it cannot drift from the model."""
     assert all(name in model._meta.fields for name in names)
@@ -2287,6 +2299,8 @@ class savepoint:
         database.execute_sql("SAVEPOINT part")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            return  # what ends the process ends the transaction around it too
         if kind is not None:
             database.forget()
             database.execute_sql("ROLLBACK TO part")
@@ -2298,8 +2312,10 @@ def _move_text(table: str, names: tuple[str, ...], many: bool, guard: str = "") 
     facts = "".join(f", {name} = ?" for name in names)
     if many:
         wanted = "id IN (SELECT value FROM json_each(?))"
-        return f"UPDATE {table} SET state = ?{facts} WHERE {wanted} AND state = ? RETURNING id"
-    return f"UPDATE {table} SET state = ?{facts} WHERE id = ? AND state = ?" + (f" AND {guard}" if guard else "")
+        return (
+            f"UPDATE {table} SET state = ?{facts} WHERE {wanted} AND state = ?{guard and ' AND '}{guard} RETURNING id"
+        )
+    return f"UPDATE {table} SET state = ?{facts} WHERE id = ? AND state = ?{guard and ' AND '}{guard}"
 
 
 def _check_move(table: str, old: str, new: str) -> None:
@@ -2323,15 +2339,28 @@ def move(model: type[Table], row_id: int, old: str, new: str, guard: str = "", *
     return done
 
 
-def move_all(model: type[Table], ids: Iterable[int], old: str, new: str, **facts: Any) -> list[int]:
-    """The same for a batch of rows; returns the ids of those that moved."""
+def move_all(model: type[Table], ids: Iterable[int], old: str, new: str, guard: str = "", **facts: Any) -> list[int]:
+    """The same for a batch of rows, all with the same columns; returns the ids of those that moved."""
     table = model._meta.table_name
     _check_move(table, old, new)
     wanted = json.dumps(list(ids))
     if wanted == "[]":
         return []
-    moved = [found[0] for found in rows(_move_text(table, tuple(facts), True), new, *facts.values(), wanted, old)]
+    text = _move_text(table, tuple(facts), True, guard)
+    moved = [found[0] for found in rows(text, new, *facts.values(), wanted, old)]
     log.debug("%s %s->%s: %d rows", table, old, new, len(moved))
+    return moved
+
+
+def move_each(
+    model: type[Table], facts: Mapping[int, Sequence[Any]], old: str, new: str, names: tuple[str, ...]
+) -> int:
+    """The same for a batch of rows, each with its own values of the columns `names`; how many moved."""
+    table = model._meta.table_name
+    _check_move(table, old, new)
+    text = _move_text(table, names, False)
+    moved = execute_many(text, [(new, *values, row_id, old) for row_id, values in facts.items()])
+    log.debug("%s %s->%s: %d rows", table, old, new, moved)
     return moved
 
 
@@ -3384,19 +3413,28 @@ _READY_RUNS = (
     " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
     " WHERE r.next_at <= ? ORDER BY r.next_at, r.id LIMIT ?"
 )
-_JOB_FACTS = (
+_JOB_COLUMNS = (
     "SELECT j.id, j.run_id, j.step, j.type, j.public_id, j.message, j.tries, j.waits, r.workflow, r.subscriber_id,"
     " r.event_id, r.digest_id, r.repeatable_id, r.slot_at, r.created_at, r.step, d.step, d.key,"
     " EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = r.digest_id), "
     + ", ".join(f"s.{column}" for column in SUBSCRIBER_FIELDS.values())
-    + " FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN digests d ON d.id = r.digest_id"
-    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id WHERE j.state = 'waiting'"
 )
-_PLAIN_JOBS = _JOB_FACTS + " AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
-_WAITING_JOBS = _JOB_FACTS + " AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
-_BEGIN_ATTEMPT = (
+_JOB_TABLES = (
+    " FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN digests d ON d.id = r.digest_id"
+    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
+)
+_PLAIN_JOBS = (
+    _JOB_COLUMNS + _JOB_TABLES + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
+)
+_WAITING_JOBS = (
+    f"{_JOB_COLUMNS}, e.id, e.received_at, e.payload, e.transaction_id{_JOB_TABLES}"
+    " LEFT JOIN events e ON e.id = r.event_id"
+    " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
+)
+_BEGIN_ATTEMPTS = (
     "INSERT INTO attempts (job_id, number, started_at)"
-    " SELECT ?, coalesce(max(number), 0) + 1, ? FROM attempts WHERE job_id = ? RETURNING id, number"
+    " SELECT value, coalesce((SELECT max(number) FROM attempts WHERE job_id = value), 0) + 1, ? FROM json_each(?)"
+    " RETURNING job_id, id, number"
 )
 _INSERT_INBOX = (
     insert_text(
@@ -3445,10 +3483,12 @@ class WaitingJob(NamedTuple):
     digest_key: str | None
     has_earlier: int  # the window was joined by runs of earlier ones
     person: Sequence[Any]  # the subscriber's columns
+    event: DigestedEvent | None  # where it is one alone, and was read with the job
 
     @classmethod
     def of(cls, found: Sequence[Any]) -> WaitingJob:
-        return cls._make([*found[:19], found[19:]])
+        event = DigestedEvent(*found[27:]) if len(found) > 27 and found[27] is not None else None
+        return cls._make((*found[:19], found[19:27], event))
 
 
 def settle_run(run_id: int, now: int) -> None:
@@ -3462,6 +3502,16 @@ def go_on(config: Config, run_id: int, workflow: str | None, step: str | None, n
     goes_on = workflow is not None and (settings is None or step not in settings.places or settings.step_after(step))
     if not goes_on or not execute(_GO_ON, now, run_id, step):
         settle_run(run_id, now)
+
+
+def _go_on_together(config: Config, run_ids: Sequence[int], workflow: str | None, step: str | None, now: int) -> None:
+    """The same for many runs at the same step."""
+    settings = config.workflows.get(workflow) if workflow else None
+    if settings is not None and step in settings.places and settings.step_after(step) is None:
+        move_all(Run, run_ids, "active", "completed", guard=_IS_OVER, finished_at=now)
+        return
+    for run_id in run_ids:
+        go_on(config, run_id, workflow, step, now)
 
 
 def insert_job(
@@ -3748,7 +3798,8 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
     if workflow is None or step is None:
         raise PermanentFailure("step removed" if workflow else "workflow removed")
     sender = config.senders[step.sender] if step.sender is not None else None
-    events = load_events(job.event_id, job.digest_id, job.has_earlier)
+    alone = job.event if job.digest_id is None else None
+    events = [alone] if alone else load_events(job.event_id, job.digest_id, job.has_earlier)
     draft = Draft(
         job.id, job.public_id, job.type, sender, step, now, job.created_at, workflow=job.workflow, step=job.step,
         subscriber=_person(job), digest_id=job.digest_id, events=events,
@@ -4094,8 +4145,8 @@ def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft
     return None
 
 
-def _claim_job(config: Config, job: WaitingJob, name: str, now: int) -> Claim | None:
-    """waiting -> active with an attempt on record; None when there is nothing to send after all."""
+def _claim_of(config: Config, job: WaitingJob, name: str, now: int) -> Claim | None:
+    """The claim of a job, with its message where that is quick; None when there is nothing to send after all."""
     count = take_run(job.run_id, now) if job.type == "message" else 0
     draft = _first_draft(config, job, now, count) if job.message is None else None
     if job.message is None and draft is None:
@@ -4104,20 +4155,25 @@ def _claim_job(config: Config, job: WaitingJob, name: str, now: int) -> Claim | 
         job.id, 0, 0, now, job.public_id, name, config.senders[name], job.run_id, job.workflow, job.step, job.tries,
         draft=draft,
     )  # fmt: skip
-    facts: dict[str, Any] = {}
     if draft is None:
         claim.message = Message(**json.loads(job.message or "{}"))
     elif not is_heavy(draft):
         finish_claim(claim)
-        if claim.message is not None:
-            facts["message"] = _message_text(claim.message)
-            if job.type == "in_app":
-                write_inbox(draft, claim.message, now)
-    move(Job, job.id, "waiting", "active", taken_at=now, **facts)
-    claim.attempt_id, claim.number = row(_BEGIN_ATTEMPT, job.id, now, job.id)
-    if claim.result is not None:
-        claim.result = dataclasses.replace(claim.result, attempt_id=claim.attempt_id)
+        if claim.message is not None and job.type == "in_app":
+            write_inbox(draft, claim.message, now)
     return claim
+
+
+def _take_together(claims: Sequence[Claim], now: int) -> None:
+    """waiting -> active with an attempt on record, before anything is sent: a few statements for all."""
+    kept = {claim.job_id: (now, claim.message and _message_text(claim.message)) for claim in claims}
+    move_each(Job, kept, "waiting", "active", ("taken_at", "message"))
+    by_job = {claim.job_id: claim for claim in claims}
+    for job_id, attempt_id, number in rows(_BEGIN_ATTEMPTS, now, json.dumps(list(by_job))):
+        claim = by_job[job_id]
+        claim.attempt_id, claim.number = attempt_id, number
+        if claim.result is not None:
+            claim.result = dataclasses.replace(claim.result, attempt_id=attempt_id)
 
 
 def finish_claim(claim: Claim) -> None:
@@ -4143,10 +4199,12 @@ def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
     for name in config.senders:
         free = room.free(name)
         for found in rows(_WAITING_JOBS, name, now, free) if free else ():
-            claim = _claim_job(config, WaitingJob.of(found), name, now)
+            claim = _claim_of(config, WaitingJob.of(found), name, now)
             if claim is not None:
                 room.begin(name)
                 claims.append(claim)
+    if claims:
+        _take_together(claims, now)
     return claims
 
 
@@ -4483,6 +4541,51 @@ def next_try_at(sender: SenderSettings, tries: int, now: int, result: SendResult
     if result.retry_at is not None:
         due_at = max(due_at, min(result.retry_at, now + DAY))
     return due_at
+
+
+def record_outcomes(config: Config, sent: Sequence[Sent], now: int) -> None:
+    """Write down what came of many tries. Those that succeeded at once, which is most, share their statements; each
+    other one is kept or undone as a whole. Inside the caller's transaction."""
+    easy = [one for one in sent if one.result.outcome == "sent" and one.claim.tries == 0]
+    rest = [one for one in sent if one.result.outcome != "sent" or one.claim.tries != 0]
+    try:
+        with savepoint():
+            _complete_together(config, easy, now)
+    except Exception as error:
+        if not is_poison(error):
+            raise
+        rest = list(sent)  # one of them is odd: each for itself
+    for one in rest:
+        _record_or_log(config, one, now)
+
+
+def _record_or_log(config: Config, one: Sent, now: int) -> None:
+    try:
+        with savepoint():
+            record_outcome(config, one.claim, one.result, now)
+    except Exception as error:
+        if not is_poison(error):
+            raise
+        log.exception("what came of job %s cannot be recorded", one.claim.job_id)
+
+
+def _complete_together(config: Config, sent: Sequence[Sent], now: int) -> None:
+    """active -> completed for jobs whose first try succeeded; their runs go on."""
+    execute_many(
+        _FINISH_ATTEMPT,
+        [(now, "sent", one.result.status_code, one.result.reason, one.result.took_ms, one.claim.attempt_id)
+         for one in sent],
+    )  # fmt: skip
+    ids = [one.claim.job_id for one in sent]
+    moved = set(move_all(Job, ids, "active", "completed", tries=1, finished_at=now, message=None))
+    groups: dict[tuple[str | None, str], list[int]] = {}
+    for claim, _ in sent:
+        if claim.job_id in moved:
+            groups.setdefault((claim.workflow, claim.step), []).append(claim.run_id)
+        else:
+            log.warning("the result of job %s comes too late: it is no longer active", claim.job_id)
+    for (workflow, step), run_ids in groups.items():
+        _go_on_together(config, run_ids, workflow, step, now)
 
 
 def record_outcome(config: Config, claim: Claim, result: SendResult, now: int) -> None:
@@ -4966,7 +5069,11 @@ class Daemon:
     def _commit(self, messages: Sequence[Any], now: int) -> tuple[list[tuple[Any, Any]], TickReport]:
         answers = []
         with transaction():
+            if sent := [message for message in messages if isinstance(message, Sent)]:
+                record_outcomes(self.config, sent, now)
             for message in messages:
+                if isinstance(message, Sent):
+                    continue
                 answer = self._handle(message, now)
                 if getattr(message, "reply", None) is not None:
                     answers.append((message.reply, answer))
@@ -4982,8 +5089,6 @@ class Daemon:
                     for trigger in message.triggers
                 ]
             with savepoint():
-                if isinstance(message, Sent):
-                    return record_outcome(self.config, message.claim, message.result, now)
                 if isinstance(message, CancelCall):
                     return cancel_transaction(message.transaction_id, now)
                 assert isinstance(message, Composed)
@@ -5619,7 +5724,7 @@ class Simulation:
                     if claim.draft is not None and claim.message is not None:
                         keep_composed(claim, now)
                     self.kept[claim.job_id] = claim
-                    record_outcome(self.config, claim, result, now)
+                    record_outcomes(self.config, [Sent(claim, result)], now)
                 self.room.end(claim.sender_name)
             yield from self._news()
             if not report.moved:

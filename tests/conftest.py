@@ -134,7 +134,7 @@ class World:
         result = claim.result or digestd.result_of(claim, outcome, reason or None)
         self.sent.append((self.now, claim, result))
         with digestd.transaction():
-            digestd.record_outcome(self.config, claim, result, self.now)
+            digestd.record_outcomes(self.config, [digestd.Sent(claim, result)], self.now)
         self.room.end(claim.sender_name)
 
     def run_until(self, at: int) -> None:

@@ -72,6 +72,13 @@ def play(w: World, crash_at: int | None) -> int:
         if count == crash_at:
             raise Crash
 
+    def execute_many(sql: str, values: object) -> int:
+        done = plain(sql, values)
+        hook(sql)
+        return done
+
+    plain = digestd.execute_many
+    digestd.execute_many = execute_many
     digestd.database.query_hooks.append(hook)
     try:
         for step in script(w):
@@ -79,12 +86,14 @@ def play(w: World, crash_at: int | None) -> int:
                 step()
             except Crash:
                 digestd.database.query_hooks.clear()
+                digestd.execute_many = plain
                 w.crash()
                 w.open()
                 w.tick()
                 step()
     finally:
         digestd.database.query_hooks.clear()
+        digestd.execute_many = plain
     w.advance("1d")
     return count
 

@@ -40,7 +40,7 @@ class LiveWorld(World):
         result = self.send(claim)
         self.sent.append((self.now, claim, result))
         with digestd.transaction():
-            digestd.record_outcome(self.config, claim, result, self.now)
+            digestd.record_outcomes(self.config, [digestd.Sent(claim, result)], self.now)
         self.room.end(claim.sender_name)
 
     def send(self, claim: digestd.Claim) -> digestd.SendResult:
