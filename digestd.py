@@ -4855,6 +4855,8 @@ def _purge_discarded(before: int, limit: int) -> int:
 LOOK_S = 1.0  # how often rows that other programs inserted are looked for
 MIN_SLEEP_S = 0.005  # ticks that due times alone cause are this far apart
 MAX_MESSAGES = 500  # taken from the inbox in one turn
+TEND_CHANGES = 1_000  # rows changed, and
+TEND_S = 0.3  # past, before the write-ahead log is moved into the database
 ANSWER_S = 5.0  # a caller waits so long for a commit; then 503, and the request does not count
 
 
@@ -4957,6 +4959,9 @@ class Daemon:
         self.pinged = float("-inf")
         self.chores = self._chores()
         self.reading: asyncio.Task[None] | None = None
+        self.tending: asyncio.Task[None] | None = None
+        self.tended = float("-inf")
+        self.tended_changes = 0
         self.watch: ConfigWatch | None = None
 
     # -- messages in ---------------------------------------------------------------------------------------------------
@@ -5003,6 +5008,7 @@ class Daemon:
         if self._has_work():
             await self._turn()
         self.chores.run_pending()
+        self._tend_wal()
         self._ping_watchdog()
 
     async def _sleep(self) -> None:
@@ -5251,7 +5257,7 @@ class Daemon:
         chores = schedule.Scheduler()
         for every_s, chore in (
             (60, self._look_at_config),
-            (60, self._tend_wal),
+            (60, self._watch_wal),
             (300, self._purge),
             (60, self._tell_status),
             (21_600, self._optimize),
@@ -5295,17 +5301,31 @@ class Daemon:
     def _optimize(self) -> None:
         database.execute_sql("PRAGMA optimize")
 
-    def _tend_wal(self) -> None:
-        """When idle, move the log into the database, with a connection and thread of its own; warn if it only grows."""
+    def _watch_wal(self) -> None:
+        """Warn of a log that only grows; and what little was written since, move it too."""
         wal = self.config.database.with_name(self.config.database.name + "-wal")
         size = wal.stat().st_size if wal.exists() else 0
         if size > 256 << 20:
             log.warning("the write-ahead log has %d MiB: another program keeps an old snapshot open", size >> 20)
-        if size > 4 << 20 and not self.inbox:
-            self.loop.create_task(asyncio.to_thread(_checkpoint, str(self.config.database)))
+        self._tend_wal(least=1)
+
+    def _tend_wal(self, least: int = TEND_CHANGES) -> None:
+        """Move the log into the database, a little at a time where much is written. Left to SQLite, that falls into one
+        unlucky commit, and all who wait for it wait for two syncs of 40 MiB (250 ms here)."""
+        changes, moment = database.connection().total_changes, self.clock.monotonic()
+        if (
+            changes - self.tended_changes < least
+            or moment - self.tended < TEND_S
+            or (self.tending is not None and not self.tending.done())
+        ):
+            return
+        self.tended_changes, self.tended = changes, moment
+        self.tending = self.loop.create_task(asyncio.to_thread(checkpoint, str(self.config.database)))
 
 
-def _checkpoint(path: str) -> None:
+def checkpoint(path: str) -> None:
+    """Move what is in the write-ahead log into the database, with a connection of its own, so that a thread may. It
+    waits for nobody, and nobody for it."""
     with contextlib.closing(sqlite3.connect(path, timeout=0.05)) as connection, contextlib.suppress(sqlite3.Error):
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
