@@ -3295,17 +3295,16 @@ def take_run(run_id: int, now: int) -> int:
 
     Returns the count with this run. A retry finds it taken and changes nothing.
     """
-    spec_id, slot_at, taken_at, count = row(
-        "SELECT r.repeatable_id, r.slot_at, r.taken_at, s.count"
-        " FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?", run_id
-    )  # fmt: skip
-    if taken_at is not None:
-        return int(count)
-    execute("UPDATE runs SET taken_at = ? WHERE id = ? AND taken_at IS NULL", now, run_id)
-    state, *plan = row(_TAKE, spec_id)
+    taken = row(
+        "UPDATE runs SET taken_at = ? WHERE id = ? AND taken_at IS NULL RETURNING repeatable_id, slot_at", now, run_id
+    )
+    if taken is None:
+        sql = "SELECT s.count FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?"
+        return int(row(sql, run_id)[0])
+    state, *plan = row(_TAKE, taken[0])
     if state == "active":
-        _add_run(plan, max(now, slot_at), now)
-    return int(count) + 1
+        _add_run(plan, max(now, taken[1]), now)
+    return int(plan[6])
 
 
 def _drop_pending_run(spec_id: int, reason: str, now: int) -> None:
