@@ -5325,7 +5325,8 @@ class Daemon:
 def checkpoint(path: str) -> None:
     """Move what is in the write-ahead log into the database, with a connection of its own, so that a thread may. It
     waits for nobody, and nobody for it."""
-    with contextlib.closing(sqlite3.connect(path, timeout=0.05)) as connection, contextlib.suppress(sqlite3.Error):
+    address = pathlib.Path(path).absolute().as_uri() + "?mode=rw"  # a file that was moved away is not made anew
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(address, 0.05, uri=True)) as connection:
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 

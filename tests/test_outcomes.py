@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import digestd
@@ -162,3 +164,55 @@ def test_a_result_that_comes_twice_changes_nothing(world):
         digestd.record_outcome(w.config, w.sent[0][1], late, w.now)
     assert w.one("SELECT state FROM jobs WHERE id = 1") == "completed"
     assert w.one("SELECT outcome FROM attempts WHERE id = 1") == "sent"
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------
+
+
+def claims_of(w, count):
+    """Tries that were begun, and of which nothing is recorded yet."""
+    for number in range(count):
+        w.trigger("alert", f"s{number}")
+    with digestd.transaction():
+        return digestd.tick(w.config, w.now, w.room).claims
+
+
+def test_of_many_results_one_that_comes_too_late_stops_only_itself(world):
+    w = world(TWO_STEPS)
+    claims = claims_of(w, 3)
+    w.rows("UPDATE jobs SET state = 'failed', finished_at = 1 WHERE id = ?", claims[1].job_id)
+    sent = [digestd.Sent(claim, digestd.result_of(claim, "sent")) for claim in claims]
+    with digestd.transaction():
+        digestd.record_outcomes(w.config, sent, w.now)
+    states = dict(w.rows("SELECT id, state FROM jobs"))
+    assert [states[claim.job_id] for claim in claims] == ["completed", "failed", "completed"]
+    at_hand = dict(w.rows("SELECT id, next_at IS NOT NULL FROM runs"))
+    assert [at_hand[claim.run_id] for claim in claims] == [1, 0, 1]  # the others go on
+
+
+def test_of_many_results_each_meets_its_own_fate(world):
+    w = world(TWO_STEPS)
+    claims = claims_of(w, 4)
+    outcomes = ["sent", "temporary", "permanent", "sent"]
+    sent = [digestd.Sent(*pair) for pair in zip(claims, map(digestd.result_of, claims, outcomes), strict=True)]
+    with digestd.transaction():
+        digestd.record_outcomes(w.config, sent, w.now)
+    states = dict(w.rows("SELECT id, state FROM jobs"))
+    assert [states[claim.job_id] for claim in claims] == ["completed", "delayed", "failed", "completed"]
+    found = dict(w.rows("SELECT job_id, outcome FROM attempts"))
+    assert [found[claim.job_id] for claim in claims] == outcomes
+
+
+def test_a_result_that_the_database_refuses_does_not_take_the_others_with_it(world):
+    w = world(TWO_STEPS)
+    claims = claims_of(w, 3)
+    sent = [digestd.Sent(claim, digestd.result_of(claim, "sent")) for claim in claims]
+    bad = sent[1]._replace(result=dataclasses.replace(sent[1].result, status_code="x" * 10))
+    w.rows(
+        "CREATE TRIGGER odd BEFORE UPDATE ON attempts WHEN new.status_code = 'xxxxxxxxxx'"
+        " BEGIN SELECT raise(ABORT, 'odd'); END"
+    )
+    with digestd.transaction():
+        digestd.record_outcomes(w.config, [sent[0], bad, sent[2]], w.now)
+    states = dict(w.rows("SELECT id, state FROM jobs"))
+    assert [states[claim.job_id] for claim in claims] == ["completed", "active", "completed"]

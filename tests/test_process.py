@@ -29,6 +29,7 @@ import aiosmtpd.controller
 import pytest
 import standardwebhooks
 
+import digestd
 from conftest import ROOT, Process, free_port, wait_for
 
 DATA = ROOT / "tests" / "data"
@@ -903,3 +904,22 @@ def test_an_idle_daemon_writes_nothing(daemon, receiver):
     until = time.monotonic() + 2.2  # two looks for rows of others, and more
     wait_for(lambda: time.monotonic() > until)
     assert digest_of(wal) == before
+
+
+def test_the_log_is_moved_into_the_database_by_another_connection(tmp_path):
+    path = tmp_path / "x.sqlite3"
+    digestd.open_store(str(path), 1)
+    try:
+        with digestd.transaction():
+            digestd.remember("fact", "kept", 1)
+        digestd.checkpoint(str(path))
+        alone = pathlib.Path(shutil.copyfile(path, tmp_path / "alone.sqlite3"))
+    finally:
+        digestd.close_store()
+    with contextlib.closing(sqlite3.connect(alone)) as connection:
+        assert connection.execute("SELECT value FROM meta WHERE name = 'fact'").fetchall() == [("kept",)]
+
+
+def test_a_database_that_was_moved_away_is_not_made_anew_by_tending(tmp_path):
+    digestd.checkpoint(str(tmp_path / "gone.sqlite3"))
+    assert list(tmp_path.iterdir()) == []
