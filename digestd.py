@@ -3443,7 +3443,10 @@ _INSERT_INBOX = (
 )
 _RUN_STEP = "UPDATE runs SET step = ?, next_at = ? WHERE id = ? AND state = 'active'"
 # Only from the step the run is at: a step retried by hand, long passed, must not push the run on.
-_GO_ON = "UPDATE runs SET next_at = ? WHERE id = ? AND state = 'active' AND step = ?"
+_GO_ON = (
+    "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active' AND step = ?"
+    " RETURNING id"
+)
 _IS_OVER = f"next_at IS NULL AND NOT EXISTS (SELECT 1 FROM jobs WHERE run_id = runs.id AND state IN {UNFINISHED})"
 
 
@@ -3490,27 +3493,17 @@ class WaitingJob(NamedTuple):
         return cls._make((*found[:19], found[19:27], event))
 
 
-def settle_run(run_id: int, now: int) -> None:
+def settle_runs(run_ids: Iterable[int], now: int) -> None:
     """active -> completed, once no step is to come and no job is unfinished."""
-    move(Run, run_id, "active", "completed", guard=_IS_OVER, finished_at=now)
+    move_all(Run, run_ids, "active", "completed", guard=_IS_OVER, finished_at=now)
 
 
-def go_on(config: Config, run_id: int, workflow: str | None, step: str | None, now: int) -> None:
-    """The run's step is passed: its next one begins now, or it is over."""
+def go_on(config: Config, run_ids: Sequence[int], workflow: str | None, step: str | None, now: int) -> None:
+    """The step that these runs are at is passed: their next one begins now, or they are over."""
     settings = config.workflows.get(workflow) if workflow else None
     goes_on = workflow is not None and (settings is None or step not in settings.places or settings.step_after(step))
-    if not goes_on or not execute(_GO_ON, now, run_id, step):
-        settle_run(run_id, now)
-
-
-def _go_on_together(config: Config, run_ids: Sequence[int], workflow: str | None, step: str | None, now: int) -> None:
-    """The same for many runs at the same step."""
-    settings = config.workflows.get(workflow) if workflow else None
-    if settings is not None and step in settings.places and settings.step_after(step) is None:
-        move_all(Run, run_ids, "active", "completed", guard=_IS_OVER, finished_at=now)
-        return
-    for run_id in run_ids:
-        go_on(config, run_id, workflow, step, now)
+    moved = {found[0] for found in rows(_GO_ON, now, json.dumps(list(run_ids)), step)} if goes_on else set()
+    settle_runs([run_id for run_id in run_ids if run_id not in moved], now)
 
 
 def insert_job(
@@ -3590,7 +3583,7 @@ def begin_step(config: Config, run: ReadyRun, now: int) -> None:
     step = workflow.step_after(run.step)
     if step is None:
         execute("UPDATE runs SET next_at = NULL WHERE id = ?", run.id)
-        settle_run(run.id, now)
+        settle_runs([run.id], now)
     elif isinstance(step, DigestStep):
         key = digest_key(step, first_payload(run.event_id, run.digest_id))
         join_later_window(config, run.id, run.workflow, step, run.subscriber_id, key, now)
@@ -3672,7 +3665,7 @@ def _finish_delay(config: Config, job: WaitingJob, now: int) -> None:
             move(Job, job.id, "active", "delayed", due_at=until, waits=job.waits + 1)
             return
     move(Job, job.id, "active", "completed", finished_at=now)
-    go_on(config, job.run_id, job.workflow, job.step, now)
+    go_on(config, [job.run_id], job.workflow, job.step, now)
 
 
 def _finish_trigger(config: Config, job: WaitingJob, now: int) -> None:
@@ -3687,7 +3680,7 @@ def _finish_trigger(config: Config, job: WaitingJob, now: int) -> None:
         move(Job, job.id, "active", "failed", finished_at=now, reason=f"the trigger was refused: {error.message}")
     else:
         move(Job, job.id, "active", "completed", finished_at=now)
-    settle_run(job.run_id, now)
+    settle_runs([job.run_id], now)
 
 
 def _find_place(config: Config, job: WaitingJob, now: int) -> None:
@@ -3709,7 +3702,7 @@ def _finish_in_app(config: Config, job: WaitingJob, now: int) -> None:
         move(Job, job.id, "active", "completed", finished_at=now)
     except PermanentFailure as error:
         move(Job, job.id, "active", "failed", finished_at=now, reason=error.message)
-    go_on(config, job.run_id, job.workflow, job.step, now)
+    go_on(config, [job.run_id], job.workflow, job.step, now)
 
 
 def _finish_plain_job(config: Config, job: WaitingJob, now: int) -> None:
@@ -3762,7 +3755,7 @@ def finish_plain_jobs(config: Config, now: int) -> int:
             log.exception("a bug met job %s", job.id)
             move(Job, job.id, "waiting", "active", taken_at=now)
             move(Job, job.id, "active", "failed", finished_at=now, reason=bug_text(error))
-            go_on(config, job.run_id, job.workflow, job.step, now)
+            go_on(config, [job.run_id], job.workflow, job.step, now)
     return len(found)
 
 
@@ -4126,7 +4119,7 @@ def _end_without_sending(config: Config, job: WaitingJob, state: str, reason: st
     move(Job, job.id, "waiting", "active", taken_at=now)
     move(Job, job.id, "active", state, finished_at=now, reason=reason, message=None)
     log.warning("job %s %s: %s", job.id, state, one_line(reason))
-    go_on(config, job.run_id, job.workflow, job.step, now)
+    go_on(config, [job.run_id], job.workflow, job.step, now)
 
 
 def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft | None:
@@ -4225,7 +4218,7 @@ def rebind_jobs(config: Config, now: int) -> None:
                 move(Job, job_id, "delayed", "waiting")
             move(Job, job_id, "waiting", "active", taken_at=now)
             move(Job, job_id, "active", "failed", finished_at=now, reason=f"sender {name!r} removed")
-            go_on(config, run_id, workflow_name, step_id, now)
+            go_on(config, [run_id], workflow_name, step_id, now)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -4543,74 +4536,89 @@ def next_try_at(sender: SenderSettings, tries: int, now: int, result: SendResult
 
 
 def record_outcomes(config: Config, sent: Sequence[Sent], now: int) -> None:
-    """Write down what came of many tries. Those that succeeded at once, which is most, share their statements; each
-    other one is kept or undone as a whole. Inside the caller's transaction."""
-    easy = [one for one in sent if one.result.outcome == "sent" and one.claim.tries == 0]
-    rest = [one for one in sent if one.result.outcome != "sent" or one.claim.tries != 0]
+    """Write down what came of many tries. Those that succeeded, which is most, share their statements; each other one
+    is kept or undone as a whole. Inside the caller's transaction."""
+    alone = [one for one in sent if one.result.outcome != "sent"]
     try:
         with savepoint():
-            _complete_together(config, easy, now)
+            _record_successes(config, [one for one in sent if one.result.outcome == "sent"], now)
     except Exception as error:
         if not is_poison(error):
             raise
-        rest = list(sent)  # one of them is odd: each for itself
-    for one in rest:
-        _record_or_log(config, one, now)
+        alone = list(sent)  # one of them is odd: each for itself
+    for one in alone:
+        _record_alone(config, one, now)
 
 
-def _record_or_log(config: Config, one: Sent, now: int) -> None:
+def _record_alone(config: Config, one: Sent, now: int) -> None:
     try:
         with savepoint():
-            record_outcome(config, one.claim, one.result, now)
+            if one.result.outcome == "sent":
+                _record_successes(config, [one], now)
+            else:
+                _record_failure(config, one.claim, one.result, now)
     except Exception as error:
         if not is_poison(error):
             raise
         log.exception("what came of job %s cannot be recorded", one.claim.job_id)
 
 
-def _complete_together(config: Config, sent: Sequence[Sent], now: int) -> None:
-    """active -> completed for jobs whose first try succeeded; their runs go on."""
+def _finish_attempts(sent: Iterable[Sent], now: int) -> None:
     execute_many(
         _FINISH_ATTEMPT,
-        [(now, "sent", one.result.status_code, one.result.reason, one.result.took_ms, one.claim.attempt_id)
-         for one in sent],
-    )  # fmt: skip
-    ids = [one.claim.job_id for one in sent]
-    moved = set(move_all(Job, ids, "active", "completed", tries=1, finished_at=now, message=None))
-    groups: dict[tuple[str | None, str], list[int]] = {}
+        [
+            (now, result.outcome, result.status_code, result.reason, result.took_ms, claim.attempt_id)
+            for claim, result in sent
+        ],
+    )
+
+
+def _stops_on_failure(config: Config, workflow: str | None, step: str) -> bool:
+    settings = config.workflows.get(workflow) if workflow else None
+    return bool(getattr(settings.step(step) if settings else None, "stop_on_failure", False))
+
+
+def _record_successes(config: Config, sent: Sequence[Sent], now: int) -> None:
+    """active -> completed. The run goes on after the first try, whatever came of it; where the step says
+    stop_on_failure, after the last."""
+    _finish_attempts(sent, now)
+    groups: dict[tuple[str | None, str, int], dict[int, int]] = {}
     for claim, _ in sent:
-        if claim.job_id in moved:
-            groups.setdefault((claim.workflow, claim.step), []).append(claim.run_id)
+        groups.setdefault((claim.workflow, claim.step, claim.tries), {})[claim.job_id] = claim.run_id
+    for (workflow, step, tries), jobs in groups.items():
+        moved = move_all(Job, jobs, "active", "completed", tries=tries + 1, finished_at=now, message=None)
+        for job_id in jobs.keys() - set(moved):
+            _warn_of_late_result(job_id)
+        run_ids = [jobs[job_id] for job_id in moved]
+        if tries == 0 or _stops_on_failure(config, workflow, step):
+            go_on(config, run_ids, workflow, step, now)
         else:
-            log.warning("the result of job %s comes too late: it is no longer active", claim.job_id)
-    for (workflow, step), run_ids in groups.items():
-        _go_on_together(config, run_ids, workflow, step, now)
+            settle_runs(run_ids, now)
 
 
-def record_outcome(config: Config, claim: Claim, result: SendResult, now: int) -> None:
-    """active -> completed, failed, or delayed for another try. The run goes on after the first try, whatever came of
-    it; where the step says stop_on_failure, after the last."""
-    execute(_FINISH_ATTEMPT, now, result.outcome, result.status_code, result.reason, result.took_ms, claim.attempt_id)
-    state = _move_by_outcome(config, claim, result, now)
+def _warn_of_late_result(job_id: int) -> None:
+    log.warning("the result of job %s comes too late: it is no longer active", job_id)
+
+
+def _record_failure(config: Config, claim: Claim, result: SendResult, now: int) -> None:
+    """active -> failed, or delayed for another try; the run goes on or not, as after a success."""
+    _finish_attempts([Sent(claim, result)], now)
+    state = _move_by_failure(config, claim, result, now)
     if state is None:
-        log.warning("the result of job %s comes too late: it is no longer active", claim.job_id)
-        return
-    workflow = config.workflows.get(claim.workflow) if claim.workflow else None
-    stops = bool(getattr(workflow.step(claim.step) if workflow else None, "stop_on_failure", False))
-    if state == "failed" and stops:
-        move(Run, claim.run_id, "active", "failed", next_at=None, finished_at=now, reason=f"step {claim.step} failed")
-    elif (claim.tries == 0 and not stops) or (stops and state == "completed"):
-        go_on(config, claim.run_id, claim.workflow, claim.step, now)
-    elif state != "delayed":
-        settle_run(claim.run_id, now)
+        _warn_of_late_result(claim.job_id)
+    elif _stops_on_failure(config, claim.workflow, claim.step):
+        if state == "failed":
+            reason = f"step {claim.step} failed"
+            move(Run, claim.run_id, "active", "failed", next_at=None, finished_at=now, reason=reason)
+    elif claim.tries == 0:
+        go_on(config, [claim.run_id], claim.workflow, claim.step, now)
+    elif state == "failed":
+        settle_runs([claim.run_id], now)
 
 
-def _move_by_outcome(config: Config, claim: Claim, result: SendResult, now: int) -> str | None:
+def _move_by_failure(config: Config, claim: Claim, result: SendResult, now: int) -> str | None:
     """The move of the job alone; its new state, or None when it was not active any more."""
     job_id, tries = claim.job_id, claim.tries + 1
-    if result.outcome == "sent":
-        done = move(Job, job_id, "active", "completed", tries=tries, finished_at=now, message=None)
-        return "completed" if done else None
     if result.outcome == "temporary":
         sender = config.senders.get(claim.sender_name)
         due_at = next_try_at(sender, tries, now, result) if sender else None
@@ -4646,8 +4654,8 @@ def recover_interrupted(config: Config, now: int) -> int:
             reason = f"the process ended {times} times during the try"
             move(Job, job_id, "active", "failed", finished_at=now, reason=reason)
             if tries == 0:
-                go_on(config, run_id, workflow, step, now)
-            settle_run(run_id, now)
+                go_on(config, [run_id], workflow, step, now)
+            settle_runs([run_id], now)
         elif times == MAX_INTERRUPTIONS - 1 and suspects:
             move(Job, job_id, "active", "delayed", due_at=now + suspects * 2 * SECOND)
             suspects += 1

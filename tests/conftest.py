@@ -194,6 +194,17 @@ def cli(tmp_path: pathlib.Path) -> Callable[..., subprocess.CompletedProcess[str
     return run
 
 
+def statements(act: Callable[[], Any]) -> list[str]:
+    """The SQL of each statement that something runs."""
+    seen: list[str] = []
+    digestd.database.query_hooks.append(lambda event: seen.append(event.sql))
+    try:
+        act()
+    finally:
+        digestd.database.query_hooks.clear()
+    return seen
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -161,7 +161,7 @@ def test_a_result_that_comes_twice_changes_nothing(world):
     w.tick()
     late = digestd.SendResult(1, 1, "permanent", "late")
     with digestd.transaction():
-        digestd.record_outcome(w.config, w.sent[0][1], late, w.now)
+        digestd.record_outcomes(w.config, [digestd.Sent(w.sent[0][1], late)], w.now)
     assert w.one("SELECT state FROM jobs WHERE id = 1") == "completed"
     assert w.one("SELECT outcome FROM attempts WHERE id = 1") == "sent"
 

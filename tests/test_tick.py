@@ -7,17 +7,7 @@ import re
 import pytest
 
 import digestd
-from conftest import BASIC, START
-
-
-def statements(act) -> list[str]:
-    seen: list[str] = []
-    digestd.database.query_hooks.append(lambda event: seen.append(event.sql))
-    try:
-        act()
-    finally:
-        digestd.database.query_hooks.clear()
-    return seen
+from conftest import BASIC, START, statements
 
 
 def test_an_idle_tick_is_a_handful_of_reads_and_no_write(world):
