@@ -5093,15 +5093,20 @@ class Daemon:
             report = TickReport(0, [], False, None) if self.stopping else tick(self.config, now, self.room)
         return answers, report
 
+    def _take_triggers(self, call: TriggerCall, now: int) -> list[TriggerAnswer]:
+        return [
+            trigger if isinstance(trigger, TriggerAnswer) else take_trigger(self.config, trigger, now)
+            for trigger in call.triggers
+        ]
+
     def _handle(self, message: Any, now: int) -> Any:
         """One message, kept or undone as a whole; one that fails answers only itself."""
         try:
-            if isinstance(message, TriggerCall):
-                return [
-                    trigger if isinstance(trigger, TriggerAnswer) else take_trigger(self.config, trigger, now)
-                    for trigger in message.triggers
-                ]
+            if isinstance(message, TriggerCall) and len(message.triggers) == 1:
+                return self._take_triggers(message, now)  # it is a whole in itself
             with savepoint():
+                if isinstance(message, TriggerCall):
+                    return self._take_triggers(message, now)
                 if isinstance(message, CancelCall):
                     return cancel_transaction(message.transaction_id, now)
                 assert isinstance(message, Composed)

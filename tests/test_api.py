@@ -432,6 +432,24 @@ def test_a_bulk_without_events_is_400(api, body):
     assert isinstance(answer["errors"], list)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_bulk_of_which_the_database_refuses_one_is_500_and_nothing_of_it_is_stored(tmp_path, bad):
+    process = Process(tmp_path, WORKFLOWS)
+    try:
+        with contextlib.closing(sqlite3.connect(process.folder / "digestd.sqlite3")) as connection, connection:
+            connection.execute(
+                "CREATE TRIGGER odd BEFORE INSERT ON events WHEN new.payload LIKE '%odd%'"
+                " BEGIN SELECT raise(ABORT, 'odd'); END"
+            )
+        ids = [new_id() for _ in range(3)]
+        calls = [call(one, payload={"postId": 1, "n": "odd" if n == bad else "even"}) for n, one in enumerate(ids)]
+        assert bulk(process, calls)[0] == 500
+        assert [events_of(process, one) for one in ids] == [[], [], []]
+        assert bulk(process, [call(one) for one in ids])[0] == 201  # and the next one is served
+    finally:
+        process.stop()
+
+
 def test_the_same_transaction_twice_in_a_bulk_is_one_event(api):
     transaction_id = new_id()
     _, answer = bulk(api, [call(transaction_id), call(transaction_id)])
