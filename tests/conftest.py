@@ -94,7 +94,7 @@ class World:
         body = {"name": name, "to": to, "payload": payload or {}, "transactionId": id}
         trigger = digestd.check_trigger(self.config, body, self.now)
         with digestd.transaction():
-            return digestd.take_trigger(self.config, trigger, self.now)
+            return digestd.take_triggers(self.config, [trigger], self.now)[0]
 
     def cancel(self, transaction_id: str) -> bool:
         with digestd.transaction():
@@ -195,14 +195,15 @@ def cli(tmp_path: pathlib.Path) -> Callable[..., subprocess.CompletedProcess[str
 
 
 def statements(act: Callable[[], Any]) -> list[str]:
-    """The SQL of each statement that something runs."""
+    """The SQL of each statement that something runs, as SQLite itself tells it: also of those run for many rows."""
     seen: list[str] = []
-    digestd.database.query_hooks.append(lambda event: seen.append(event.sql))
+    connection = digestd.database.connection()
+    connection.set_trace_callback(seen.append)
     try:
         act()
     finally:
-        digestd.database.query_hooks.clear()
-    return seen
+        connection.set_trace_callback(None)
+    return [sql for sql in seen if not sql.startswith("--")]  # those are the statements inside a trigger
 
 
 def free_port() -> int:

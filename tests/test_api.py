@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -755,6 +756,170 @@ def test_a_client_that_hung_up_while_the_database_was_locked_breaks_nothing(api)
         client.shutdown(socket.SHUT_RDWR)
     assert accepts(api)
     assert len(events_of(api, gone)) <= 1
+
+
+# -- the short way -----------------------------------------------------------------------------------------------------
+
+
+def in_two_parts(api: Process, data: bytes) -> tuple[int, dict[str, str], Any]:
+    """The headers, and a moment later the body: then the server's own way is taken."""
+    first, _, rest = data.partition(b"\r\n\r\n")
+    with connect(api) as client, client.makefile("rb") as stream:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.sendall(first + b"\r\n\r\n")
+        time.sleep(0.05)
+        client.sendall(rest)
+        status, headers, body = read_answer(stream)
+        return status, headers, json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps(call("short-1")).encode(),
+        json.dumps(call("short-2", to=["s1", {"subscriberId": "s2", "firstName": "Bo"}])).encode(),
+        json.dumps(call("short-3", name="nothing")).encode(),
+        json.dumps(call("short-4", to="")).encode(),
+        json.dumps(call("short-5", payload=[1])).encode(),
+        b'{"name": "comments", "to": "s1", "payload": {"n": NaN}}',
+        b"[]",
+        b"{",
+        b"\xff",
+        b"",
+        b" " * (LIMIT + 1),
+    ],
+)
+def test_a_call_that_comes_in_one_piece_is_answered_as_one_that_comes_in_two(api, body):
+    (status, headers, answer), (status2, headers2, answer2) = send(api, post(body)), in_two_parts(api, post(body))
+    answer.pop("timestamp", None), answer2.pop("timestamp", None)
+    assert (status, headers.keys(), answer) == (status2, headers2.keys(), answer2)
+
+
+def test_what_follows_on_the_connection_waits_for_the_answer_before_it(api):
+    """A trigger waits for a commit; the health check behind it must not overtake it, nor the trigger after that, which
+    comes in pieces."""
+    first, second = new_id(), new_id()
+    parts = post(json.dumps(call(second)).encode())
+    with connect(api) as client, client.makefile("rb") as stream:
+        with held(api) as other:
+            client.sendall(post(json.dumps(call(first)).encode()))
+            time.sleep(0.2)
+            client.sendall(head("GET", "/healthz") + parts[:30])
+            client.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+            client.settimeout(20)
+            client.sendall(parts[30:] + post(b"["))
+            other.execute("ROLLBACK")
+        with client.makefile("rb") as stream:
+            answers = [read_answer(stream) for _ in range(4)]
+    assert [status for status, _, _ in answers] == [201, 200, 201, 400]
+    assert [json.loads(answers[n][2])["data"]["transactionId"] for n in (0, 2)] == [first, second]
+    assert [len(events_of(api, one)) for one in (first, second)] == [1, 1]
+
+
+def test_much_that_follows_is_not_read_before_it_is_its_turn(api):
+    """A caller that does not wait for answers is slowed down, not kept in memory."""
+    data = head("GET", "/healthz") * 200_000
+    with connect(api) as client, held(api):
+        client.sendall(post(json.dumps(call(new_id())).encode()))
+        time.sleep(0.2)
+        client.settimeout(1)
+        with pytest.raises(TimeoutError):
+            client.sendall(data)
+    assert accepts(api)
+
+
+def test_sigterm_while_a_trigger_waits_for_its_commit_still_answers_it(tmp_path):
+    process = Process(tmp_path, WORKFLOWS)
+    one = new_id()
+    with connect(process) as client, client.makefile("rb") as stream:
+        with held(process) as other:
+            client.sendall(post(json.dumps(call(one)).encode()))
+            time.sleep(0.3)
+            process.process.terminate()
+            time.sleep(0.7)
+            other.execute("ROLLBACK")
+        assert read_answer(stream)[0] == 201
+    assert process.process.wait(20) == 0
+    process.log.close()
+    assert len(events_of(process, one)) == 1
+
+
+class Connections:
+    """The API in this process, without a daemon behind it: calls are kept and answered by the test."""
+
+    def __init__(self) -> None:
+        self.config = digestd.read_config('[api]\nlisten = ["127.0.0.1:0"]\n' + WORKFLOWS, pathlib.Path("c.toml"))
+        self.loop = asyncio.get_running_loop()
+        self.clock = digestd.SystemClock()
+        self.stopping = False
+        self.calls: asyncio.Queue[digestd.TriggerCall] = asyncio.Queue()
+        self.put = self.calls.put_nowait
+        self.api = digestd.Api()
+
+    async def __aenter__(self) -> Connections:
+        await self.api.start(self)  # type: ignore[arg-type]
+        _, port = self.api.runner.addresses[0]
+        self.stream, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+        await self.api.stop()
+
+    async def trigger(self) -> bytes:
+        self.writer.write(post(json.dumps(call("t")).encode()))
+        waiting = await self.calls.get()
+        waiting.reply.set_result([digestd.TriggerAnswer("processed", "t")])
+        status = await self.stream.readline()
+        await self.stream.readuntil(b"}}")
+        return status
+
+
+def test_a_trigger_costs_no_task_of_its_own():
+    """What the short way is for. It stands on three attributes of the server's connection; this tells when they go."""
+
+    async def scene() -> tuple[bytes, int]:
+        async with Connections() as one:
+            await one.trigger()
+            made = []
+            one.loop.set_task_factory(
+                lambda loop, coro, **more: made.append(1) or asyncio.Task(coro, loop=loop, **more)
+            )
+            status = await one.trigger()
+            one.loop.set_task_factory(None)
+            return status, len(made)
+
+    assert asyncio.run(scene()) == (b"HTTP/1.1 201 Created\r\n", 0)
+
+
+def test_a_server_without_the_parts_for_the_short_way_serves_all_the_same(monkeypatch):
+    monkeypatch.setattr(digestd.ShortWay, "PARTS", ("_no_such_part",))
+
+    async def scene() -> tuple[bytes, type]:
+        async with Connections() as one:
+            status = await one.trigger()
+            return status, type(one.api.runner.server.connections[0]._parser)
+
+    status, parser = asyncio.run(scene())
+    assert status == b"HTTP/1.1 201 Created\r\n" and parser is not digestd.ShortWay
+
+
+def test_a_connection_is_closed_when_it_was_quiet_for_75_s_and_not_before():
+    async def scene() -> list[bool]:
+        async with Connections() as one:
+            real, ahead = one.loop.time, 0.0
+            one.loop.time = lambda: real() + ahead  # type: ignore[method-assign]
+            seen = []
+            for quiet_s in (74, 74, 76):
+                await one.trigger()
+                ahead += quiet_s
+                await asyncio.sleep(0.05)
+                seen.append(not one.api.runner.server.connections)
+            return seen
+
+    assert asyncio.run(scene()) == [False, False, True]
 
 
 # -- other doors -------------------------------------------------------------------------------------------------------

@@ -130,18 +130,18 @@ def test_big_numbers_and_odd_characters_arrive_whole(world):
 
 
 def test_an_event_whose_window_is_known_is_written_once(world):
-    """The hot path, counted: one statement for the event. BEGIN and COMMIT are shared by all that come together."""
+    """The hot path, counted: one statement for the event. The others are shared by all that come together."""
     w = world()
     w.trigger("comments", payload={"postId": 1})
     seen = statements(lambda: w.trigger("comments", payload={"postId": 1}))
-    assert [sql.split()[0] for sql in seen] == ["PRAGMA", "INSERT"]
+    assert [sql.split()[0] for sql in seen] == ["BEGIN", "PRAGMA", "INSERT", "COMMIT"]
     assert w.rows("SELECT state, digest_id, placed_at FROM events") == [("placed", 1, START)] * 2
 
 
 def test_an_event_that_opens_a_window_costs_a_handful_of_statements(world):
     w = world()
     seen = [sql.split()[0] for sql in statements(lambda: w.trigger("comments", payload={"postId": 1}))]
-    assert seen.count("INSERT") <= 3 and seen.count("UPDATE") == 1 and len(seen) <= 8
+    assert seen.count("INSERT") <= 3 and seen.count("UPDATE") == 1 and len(seen) <= 11, seen
 
 
 def test_text_that_is_not_utf8_in_a_row_fails_that_event_alone(world):
@@ -158,3 +158,47 @@ def test_text_that_is_not_utf8_in_a_row_fails_that_event_alone(world):
     w.advance("10m")
     assert w.digested() == [[{"n": 1}]]
     assert "UTF-8" in w.one("SELECT reason FROM v_trouble")
+
+
+def taken(w, *calls):
+    """Triggers that came together; (status, whether something was wrong) of each."""
+    with digestd.transaction():
+        triggers = [digestd.check_trigger(w.config, {"name": "comments", "to": "s1", **one}, w.now) for one in calls]
+        answers = digestd.take_triggers(w.config, triggers, w.now)
+    return [(answer.status, len(answer.errors)) for answer in answers]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_repeat_among_triggers_that_come_together_is_told_as_if_they_came_alone(world, known):
+    w = world()
+    if known:
+        w.trigger("comments", payload={"postId": 1})
+    one, other = {"postId": 1, "n": 1}, {"postId": 1, "n": 2}
+    answers = taken(
+        w,
+        {"payload": one, "transactionId": "a"},
+        {"payload": {"n": 1.0, "postId": 1}, "transactionId": "a"},
+        {"payload": other, "transactionId": "a"},
+        {"payload": other, "transactionId": "b", "to": ["s1", "s2"]},
+        {"payload": one, "transactionId": "b", "to": ["s1", "s2"]},
+    )
+    assert answers == [("processed", 0), ("processed", 0), ("error", 1), ("processed", 0), ("error", 2)]
+    stored = w.rows("SELECT transaction_id, subscriber_id, payload FROM events WHERE transaction_id IN ('a', 'b')")
+    assert stored == [
+        ("a", "s1", digestd.json_text(one)),
+        ("b", "s1", digestd.json_text(other)),
+        ("b", "s2", digestd.json_text(other)),
+    ]
+
+
+def test_triggers_that_come_together_keep_their_order_whatever_is_known_of_them(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1, "n": 0})
+    calls = [{"payload": {"postId": 1, "n": 1}}, {"payload": {"postId": 2, "n": 2}}]
+    calls += [{"payload": {"postId": 1, "n": 3}, "to": {"subscriberId": "s1", "firstName": "Ada"}}]
+    calls += [{"payload": {"postId": 2, "n": 4}}, {"payload": {"postId": 1, "n": 5}}]
+    assert taken(w, *calls) == [("processed", 0)] * 5
+    numbers = [w.rows("SELECT json_extract(payload, '$.n') FROM events ORDER BY id")]
+    assert numbers == [[(n,) for n in range(6)]]
+    w.advance("10m")
+    assert sorted([event["n"] for event in digest] for digest in w.digested()) == [[0, 1, 3, 5], [2, 4]]
