@@ -2350,10 +2350,20 @@ def move(model: type[Table], row_id: int, old: str, new: str, guard: str = "", *
     return done
 
 
-def move_all(model: type[Table], ids: Iterable[int], old: str, new: str, guard: str = "", **facts: Any) -> list[int]:
-    """The same for a batch of rows, all with the same columns; returns the ids of those that moved."""
+def move_all(
+    model: type[Table],
+    ids: Iterable[int],
+    old: str,
+    new: str,
+    guard: str = "",
+    through: Sequence[str] = (),
+    **facts: Any,
+) -> list[int]:
+    """The same for a batch of rows, all with the same columns; returns the ids of those that moved. States that they
+    would pass `through` within this transaction, where nobody sees them, are not written."""
     table = model._meta.table_name
-    _check_move(table, old, new)
+    for pair in itertools.pairwise((old, *through, new)):
+        _check_move(table, *pair)
     wanted = json.dumps(list(ids))
     if wanted == "[]":
         return []
@@ -3449,6 +3459,8 @@ def sync_repeatables(config: Config, now: int) -> None:
 # Begins the next step of runs, promotes due jobs, claims waiting ones, and composes their messages. Owns the birth of
 # jobs and attempts, the moves of jobs up to active, and those of the jobs that need no sender.
 
+LINES_AT_ONCE = 200  # of the log, in one turn
+
 _READY_RUNS = (
     "SELECT r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, s.schedule IS NOT NULL FROM runs r"
     " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
@@ -3464,9 +3476,15 @@ _JOB_TABLES = (
     " FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN digests d ON d.id = r.digest_id"
     " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
 )
+_DUE_JOBS = (
+    "SELECT j.id, j.run_id, j.type, r.workflow, j.step, r.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+    " WHERE j.state = 'delayed' AND j.due_at <= ? ORDER BY j.due_at LIMIT ?"
+)
 _PLAIN_JOBS = (
     _JOB_COLUMNS + _JOB_TABLES + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
 )
+_AT_ONCE = ("waiting", "active")
+_NEXT_STEPS = "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active'"
 _WAITING_JOBS = (
     f"{_JOB_COLUMNS}, e.id, e.received_at, e.payload, e.transaction_id{_JOB_TABLES}"
     " LEFT JOIN events e ON e.id = r.event_id"
@@ -3532,7 +3550,7 @@ class WaitingJob(NamedTuple):
     @classmethod
     def of(cls, found: Sequence[Any]) -> WaitingJob:
         event = DigestedEvent(*found[27:]) if len(found) > 27 and found[27] is not None else None
-        return cls._make((*found[:19], found[19:27], event))
+        return cls(*found[:19], found[19:27], event)
 
 
 def settle_runs(run_ids: Iterable[int], now: int) -> None:
@@ -3659,39 +3677,62 @@ def _begin_together(step: Any, runs: Sequence[ReadyRun], now: int) -> None:
     execute("UPDATE runs SET step = ?, next_at = NULL WHERE id IN (SELECT value FROM json_each(?))", step.id, ids)
 
 
-def _common_step(config: Config, run: ReadyRun) -> Any:
-    """The channel step that a run begins next, where nothing about the run itself matters to it; else None."""
-    workflow = config.workflows.get(run.workflow)
-    if workflow is None or run.has_hours or (run.step is not None and run.step not in workflow.places):
+def _common_step(config: Config, workflow_name: str, step_id: str | None, has_hours: int) -> Any:
+    """The channel step that runs at this place begin next, where nothing about the run itself matters; else None."""
+    workflow = config.workflows.get(workflow_name)
+    if workflow is None or has_hours or (step_id is not None and step_id not in workflow.places):
         return None
-    step = workflow.step_after(run.step)
+    step = workflow.step_after(step_id)
     return step if isinstance(step, (ChannelStep, InAppStep)) else None
 
 
 def begin_steps(config: Config, now: int) -> int:
     """Stage: runs whose next step is to begin -> a job, a window joined, or the end of the run."""
-    found = [ReadyRun(*one) for one in rows(_READY_RUNS, now, BATCH)]
-    groups: dict[tuple[str, str], tuple[Any, list[ReadyRun]]] = {}
+    found = list(map(ReadyRun._make, rows(_READY_RUNS, now, BATCH)))
+    places: dict[tuple[Any, ...], list[ReadyRun]] = {}
     for run in found:
-        step = _common_step(config, run)
-        if step is None:
-            _begin_or_fail(config, run, now)
-        else:
-            groups.setdefault((run.workflow, step.id), (step, []))[1].append(run)
-    for step, runs in groups.values():
+        places.setdefault((run.workflow, run.step, run.has_hours), []).append(run)
+    for place, runs in places.items():
+        step = _common_step(config, *place)
         try:
-            with savepoint():
-                _begin_together(step, runs, now)
-        except peewee.IntegrityError:  # one of them is odd: each for itself, and only that one fails
-            for run in runs:
-                _begin_or_fail(config, run, now)
+            if step is not None:
+                with savepoint():
+                    _begin_together(step, runs, now)
+                continue
+        except peewee.IntegrityError:
+            pass  # one of them is odd: each for itself, and only that one fails
+        for run in runs:
+            _begin_or_fail(config, run, now)
     return len(found)
 
 
-def promote_jobs(now: int) -> int:
-    """Stage: jobs (delayed) that are due -> waiting."""
-    due = rows("SELECT id FROM jobs WHERE state = 'delayed' AND due_at <= ? ORDER BY due_at LIMIT ?", now, BATCH)
-    return len(move_all(Job, [found[0] for found in due], "delayed", "waiting"))
+def promote_jobs(config: Config, now: int) -> int:
+    """Stage: jobs (delayed) that are due -> waiting. Delays that end and have nothing more to wait for go on to
+    completed at once, for all of a place together, and their runs to the next step."""
+    places: dict[tuple[Any, ...], dict[int, int]] = {}
+    for job_id, run_id, *place in rows(_DUE_JOBS, now, BATCH):
+        places.setdefault(tuple(place), {})[job_id] = run_id
+    for place, jobs in places.items():
+        if _is_plain_delay(config, *place):
+            ended = set(move_all(Job, jobs, "delayed", "completed", "", _AT_ONCE, taken_at=now, finished_at=now))
+            execute(_NEXT_STEPS, now, json.dumps([run_id for job_id, run_id in jobs.items() if job_id in ended]))
+        else:
+            move_all(Job, jobs, "delayed", "waiting")
+    return sum(map(len, places.values()))
+
+
+def _is_plain_delay(config: Config, kind: str, workflow_name: str | None, step_id: str, run_step: str | None) -> bool:
+    """Whether jobs of this kind and place are delays, which when they end can only lead to the next step."""
+    workflow = config.workflows.get(workflow_name or "")
+    step = workflow.step(step_id) if workflow else None
+    return (
+        kind == "delay"
+        and workflow is not None
+        and isinstance(step, DelayStep)
+        and not (step.extend_to_schedule and not workflow.critical)
+        and run_step == step_id
+        and workflow.step_after(step_id) is not None
+    )
 
 
 # -- jobs that need no sender ------------------------------------------------------------------------------------------
@@ -3755,39 +3796,10 @@ def _finish_plain_job(config: Config, job: WaitingJob, now: int) -> None:
     ways.get(job.type, _finish_in_app)(config, job, now)
 
 
-def _is_plain_delay(config: Config, job: WaitingJob) -> bool:
-    """Whether a delay that has ended can only lead to the next step."""
-    workflow = config.workflows.get(job.workflow or "")
-    step = workflow.step(job.step) if workflow else None
-    return (
-        workflow is not None
-        and isinstance(step, DelayStep)
-        and not (step.extend_to_schedule and not workflow.critical)
-        and job.run_step == job.step
-        and workflow.step_after(job.step) is not None
-    )
-
-
-def _finish_together(delays: Sequence[WaitingJob], now: int) -> None:
-    ids = [job.id for job in delays]
-    move_all(Job, ids, "waiting", "active", taken_at=now)
-    move_all(Job, ids, "active", "completed", finished_at=now)
-    execute(
-        "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active'",
-        now, json.dumps([job.run_id for job in delays]),
-    )  # fmt: skip
-
-
 def finish_plain_jobs(config: Config, now: int) -> int:
     """Stage: jobs (waiting) that need no sender -> active -> completed, in one go: delays, in-app rows, triggers."""
     found = [WaitingJob.of(one) for one in rows(_PLAIN_JOBS, BATCH)]
-    delays = [job for job in found if job.type == "delay" and _is_plain_delay(config, job)]
-    if delays:
-        _finish_together(delays, now)
-    done = {job.id for job in delays}
     for job in found:
-        if job.id in done:
-            continue
         try:
             with savepoint():
                 _finish_plain_job(config, job, now)
@@ -3895,7 +3907,9 @@ def _repeatable_draft(config: Config, job: WaitingJob, now: int, count: int) -> 
 def _clean_line(text: str) -> str:
     """A text fit for one header line: breaks and control characters become blanks, and it ends somewhere. The joiners
     that scripts and emoji need stay."""
-    line = " ".join("".join(char if char.isprintable() or char in "\u200c\u200d" else " " for char in text).split())
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() or char in "\u200c\u200d" else " " for char in text)
+    line = " ".join(text.split())
     return line if len(line) <= MAX_SUBJECT else line[: MAX_SUBJECT - 1] + "…"
 
 
@@ -4125,34 +4139,39 @@ def is_heavy(draft: Draft) -> bool:
 
 class Room:
     """How many tries may be under way: `total` in all. A sender never takes the last place of each other one, so that
-    an endpoint that hangs leaves the others theirs."""
+    an endpoint that hangs leaves the others theirs. A line of the log is written at once and takes no place."""
 
-    def __init__(self, total: int, senders: Iterable[str]) -> None:
-        self.total = total
-        self.under_way: dict[str, int] = dict.fromkeys(senders, 0)
+    def __init__(self, total: int, senders: Mapping[str, Any]) -> None:
+        self.under_way: dict[str, int] = {}
+        self.fit(total, senders)
 
     def free(self, sender: str) -> int:
         """How many more tries this sender may begin."""
+        if sender in self.logs:
+            return LINES_AT_ONCE
         most = max(1, self.total - max(0, len(self.under_way) - 1))
         left = self.total - sum(self.under_way.values())
         return max(0, min(most - self.under_way.get(sender, 0), left))
 
     def begin(self, sender: str) -> None:
-        self.under_way[sender] = self.under_way.get(sender, 0) + 1
+        if sender not in self.logs:
+            self.under_way[sender] = self.under_way.get(sender, 0) + 1
 
     def end(self, sender: str) -> None:
-        self.under_way[sender] = max(0, self.under_way.get(sender, 0) - 1)
+        if sender in self.under_way:
+            self.under_way[sender] = max(0, self.under_way[sender] - 1)
 
-    def fit(self, total: int, senders: Iterable[str]) -> None:
-        """Take over a new config; what is under way stays counted."""
+    def fit(self, total: int, senders: Mapping[str, Any]) -> None:
+        """Take over a config, by its senders' names; what is under way stays counted."""
         self.total = total
-        self.under_way = {
-            name: self.under_way.get(name, 0) for name in {*senders, *(n for n, c in self.under_way.items() if c)}
-        }
+        self.logs = {name for name, settings in senders.items() if isinstance(settings, LogSettings)}
+        busy = {name: count for name, count in self.under_way.items() if count}
+        self.under_way = {**dict.fromkeys(senders.keys() - self.logs, 0), **busy}
 
 
 def _message_text(message: Message) -> str:
-    """A composed message as its job keeps it until it is final: every try sends the same bytes."""
+    """A composed message as its job keeps it until it is final: every try sends the same bytes. A line of the log has
+    one try only."""
     kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
     return json.dumps({**kept, "summary": message.summary})
 
@@ -4200,7 +4219,13 @@ def _claim_of(config: Config, job: WaitingJob, name: str, now: int) -> Claim | N
 
 def _take_together(claims: Sequence[Claim], now: int) -> None:
     """waiting -> active with an attempt on record, before anything is sent: a few statements for all."""
-    kept = {claim.job_id: (now, claim.message and _message_text(claim.message)) for claim in claims}
+    lines = [claim.job_id for claim in claims if isinstance(claim.sender, LogSettings)]
+    move_all(Job, lines, "waiting", "active", taken_at=now)
+    kept = {
+        claim.job_id: (now, claim.message and _message_text(claim.message))
+        for claim in claims
+        if not isinstance(claim.sender, LogSettings)
+    }
     move_each(Job, kept, "waiting", "active", ("taken_at", "message"))
     by_job = {claim.job_id: claim for claim in claims}
     for job_id, attempt_id, number in rows(_BEGIN_ATTEMPTS, now, json.dumps(list(by_job))):
@@ -4786,7 +4811,7 @@ def _run_stages(config: Config, now: int, heads: Heads) -> tuple[int, ...]:
     placed = place_events(config, now) if heads.received else 0
     closed = close_windows(config, now) if is_due(heads.windows_at) else 0
     begun = begin_steps(config, now) if is_due(heads.runs_at) or placed or closed else 0
-    promoted = promote_jobs(now) if is_due(heads.jobs_at) else 0
+    promoted = promote_jobs(config, now) if is_due(heads.jobs_at) else 0
     finished = finish_plain_jobs(config, now) if heads.waiting or begun or promoted else 0
     return placed, closed, begun, promoted, finished
 
@@ -5437,6 +5462,9 @@ class JournalFormatter(logging.Formatter):
 
 def set_up_log(level: str) -> None:
     """Log to stderr: for journald with priorities, for people with the time."""
+    # What logging's manual says to switch off where no format asks for it; half of the time a line takes.
+    logging._srcfile = None  # type: ignore[attr-defined]
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     if os.environ.get("JOURNAL_STREAM"):
         handler.setFormatter(JournalFormatter("%(message)s"))
