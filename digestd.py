@@ -2681,6 +2681,8 @@ _loads = json.JSONDecoder(parse_constant=_no_constant).decode
 
 def canonical_json(value: Any) -> str:
     """One text for all spellings of a JSON value: members sorted, 1 and 1.0 the same, 1 and true not."""
+    if isinstance(value, str):
+        return _dumps(value)
     if isinstance(value, dict):
         return "{" + ",".join(f"{_dumps(name)}:{canonical_json(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
@@ -2868,9 +2870,11 @@ def record_placed(triggers: Sequence[tuple[Trigger, Sequence[int]]], now: int) -
 
 
 def _answer(trigger: Trigger, clashes: Sequence[str]) -> TriggerAnswer:
+    if not clashes:
+        return TriggerAnswer("processed", trigger.transaction_id)
     used = f"transactionId {trigger.transaction_id} was used before for "
     errors = tuple(f"{used}{subscriber_id}, with another payload" for subscriber_id in clashes)
-    return TriggerAnswer("error" if errors else "processed", trigger.transaction_id, errors)
+    return TriggerAnswer("error", trigger.transaction_id, errors)
 
 
 def _is_repeat(trigger: Trigger, subscriber_id: str) -> bool:
