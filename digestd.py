@@ -3264,7 +3264,10 @@ _INSERT_SPEC = insert_text(
     "created_at",
     "updated_at",
 )
-_INSERT_SLOT_RUN = insert_text(Run, "repeatable_id", "seq", "slot_at", "created_at")
+_INSERT_SLOT_RUNS = (
+    "INSERT INTO runs (repeatable_id, seq, slot_at, created_at)"
+    " SELECT value ->> 0, value ->> 1, value ->> 2, ? FROM json_each(?) RETURNING id, repeatable_id"
+)
 _INSERT_JOB = insert_text(
     Job, "run_id", "step", "type", "sender", "state", "due_at", "public_id", "created_at", "finished_at", "reason"
 )
@@ -3306,9 +3309,17 @@ def _slot_rule(cron: str | None, every_ms: int | None, timezone: str, seed: str)
 
 
 _PLAN = "RETURNING state, id, name, cron, every_ms, timezone, run_limit, count, seq, action"
-_TAKE = (
-    "UPDATE repeatables SET count = count + 1, seq = seq + CASE state WHEN 'active' THEN 1 ELSE 0 END WHERE id = ? "
-    + _PLAN
+_TAKE_RUNS = (
+    "UPDATE runs SET taken_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND taken_at IS NULL"
+    " RETURNING id, repeatable_id, slot_at"
+)
+_COUNT_RUNS = (
+    "UPDATE repeatables SET count = count + 1, seq = seq + CASE state WHEN 'active' THEN 1 ELSE 0 END"
+    f" WHERE id IN (SELECT value FROM json_each(?)) {_PLAN}"
+)
+_COUNTS = (
+    "SELECT r.id, s.count FROM runs r JOIN repeatables s ON s.id = r.repeatable_id"
+    " WHERE r.id IN (SELECT value FROM json_each(?))"
 )
 
 
@@ -3322,45 +3333,76 @@ def plan_run(spec_id: int, after: int, now: int) -> bool:
     """Add the pending run of an active spec: its first slot strictly after `after`. False when there is none to add:
     the limit is reached (finished), or the rule has no further slot (broken)."""
     _, *plan = row(f"UPDATE repeatables SET seq = seq + 1 WHERE id = ? {_PLAN}", spec_id)
-    return _add_run(plan, after, now)
+    return bool(_add_runs([(plan, after)], now))
 
 
-def _add_run(plan: Sequence[Any], after: int, now: int) -> bool:
-    spec_id, name, cron, every_ms, timezone, limit, count, seq, action = plan
+def _next_slot(plan: Sequence[Any], after: int, now: int) -> int | None:
+    """The slot of a spec's next run; None when there is none, and the spec has ended with the reason."""
+    spec_id, name, cron, every_ms, timezone, limit, count, _, _ = plan
     if limit is not None and count >= limit:
         move(Repeatable, spec_id, "active", "finished", finished_at=now, reason=f"the limit of {limit} runs is reached")
-        return False
+        return None
     slot_at, reason = None, "the rule has no further time"
     try:
         slot_at = _slot_rule(cron, every_ms, timezone, name).next_after(after)
     except RuleError as error:
         reason = error.message
-    if slot_at is None:
-        if move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason):
-            log.error("repeatable %s is broken: %s", one_line(name), reason)
-        return False
-    run_id = insert(_INSERT_SLOT_RUN, spec_id, seq, slot_at, now)
-    sender = action_of(action).get("sender")
-    kind = "trigger" if sender is None else "message"
-    insert(_INSERT_JOB, run_id, name, kind, sender, "delayed", slot_at, new_public_id("msg", slot_at), now, None, None)
-    return True
+    if slot_at is None and move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason):
+        log.error("repeatable %s is broken: %s", one_line(name), reason)
+    return slot_at
 
 
-def take_run(run_id: int, now: int) -> int:
-    """The pending run is taken: count it and add the next one, planned from its slot or from now, whichever is later.
+def _add_runs(plans: Iterable[tuple[Sequence[Any], int]], now: int) -> int:
+    """Add the pending runs of specs, each with its job, by their plans and the instants after which they lie; how many
+    there were to add. Two statements for all."""
+    slots, jobs = [], {}
+    for plan, after in plans:
+        slot_at = _next_slot(plan, after, now)
+        if slot_at is None:
+            continue
+        spec_id, name, *_, seq, action = plan
+        sender = action_of(action).get("sender")
+        kind = "trigger" if sender is None else "message"
+        slots.append((spec_id, seq, slot_at))
+        jobs[spec_id] = (name, kind, sender, "delayed", slot_at, new_public_id("msg", slot_at), now, None, None)
+    if slots:
+        added = rows(_INSERT_SLOT_RUNS, now, json.dumps(slots))
+        execute_many(_INSERT_JOB, [(run_id, *jobs[spec_id]) for run_id, spec_id in added])
+    return len(slots)
 
-    Returns the count with this run. A retry finds it taken and changes nothing.
+
+def take_runs(run_ids: Sequence[int], now: int) -> dict[int, int]:
+    """Pending runs are taken: each is counted, and the next one of its spec added, planned from its slot or from now,
+    whichever is later. A few statements for all; a spec whose next run the database refuses is broken, and alone.
+
+    Returns the count of each spec with this run. A retry finds its run taken and changes nothing.
     """
-    taken = row(
-        "UPDATE runs SET taken_at = ? WHERE id = ? AND taken_at IS NULL RETURNING repeatable_id, slot_at", now, run_id
-    )
-    if taken is None:
-        sql = "SELECT s.count FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?"
-        return int(row(sql, run_id)[0])
-    state, *plan = row(_TAKE, taken[0])
-    if state == "active":
-        _add_run(plan, max(now, taken[1]), now)
-    return int(plan[6])
+    if not run_ids:
+        return {}
+    try:
+        with savepoint():
+            return _take_together(run_ids, now)
+    except peewee.IntegrityError as error:
+        if len(run_ids) > 1:
+            return {known: count for run_id in run_ids for known, count in take_runs([run_id], now).items()}
+        spec_id, name = row(
+            "SELECT s.id, s.name FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?", *run_ids
+        )
+        reason = f"its next run cannot be stored: {error}"
+        move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason)
+        log.error("repeatable %s is broken: %s", one_line(name), one_line(reason))
+        return _take_together(run_ids, now)
+
+
+def _take_together(run_ids: Sequence[int], now: int) -> dict[int, int]:
+    ids = json.dumps(run_ids)
+    taken = {spec_id: (run_id, slot_at) for run_id, spec_id, slot_at in rows(_TAKE_RUNS, now, ids)}
+    plans = []
+    for state, *plan in rows(_COUNT_RUNS, json.dumps(list(taken))):
+        if state == "active":
+            plans.append((plan, max(now, taken[plan[0]][1])))
+    _add_runs(plans, now)
+    return dict(rows(_COUNTS, ids))
 
 
 def _drop_pending_run(spec_id: int, reason: str, now: int) -> None:
@@ -3554,7 +3596,7 @@ class WaitingJob(NamedTuple):
     @classmethod
     def of(cls, found: Sequence[Any]) -> WaitingJob:
         event = DigestedEvent(*found[27:]) if len(found) > 27 and found[27] is not None else None
-        return cls(*found[:19], found[19:27], event)
+        return cls._make((*found[:19], found[19:27], event))
 
 
 def settle_runs(run_ids: Iterable[int], now: int) -> None:
@@ -3712,17 +3754,15 @@ def begin_steps(config: Config, now: int) -> int:
 
 def promote_jobs(config: Config, now: int) -> int:
     """Stage: jobs (delayed) that are due -> waiting. Delays that end and have nothing more to wait for go on to
-    completed at once, for all of a place together, and their runs to the next step."""
-    places: dict[tuple[Any, ...], dict[int, int]] = {}
-    for job_id, run_id, *place in rows(_DUE_JOBS, now, BATCH):
-        places.setdefault(tuple(place), {})[job_id] = run_id
-    for place, jobs in places.items():
-        if _is_plain_delay(config, *place):
-            ended = set(move_all(Job, jobs, "delayed", "completed", "", _AT_ONCE, taken_at=now, finished_at=now))
-            execute(_NEXT_STEPS, now, json.dumps([run_id for job_id, run_id in jobs.items() if job_id in ended]))
-        else:
-            move_all(Job, jobs, "delayed", "waiting")
-    return sum(map(len, places.values()))
+    completed at once, and their runs to the next step. The same few statements for all."""
+    due = rows(_DUE_JOBS, now, BATCH)
+    is_plain = {place: _is_plain_delay(config, *place) for place in {tuple(place) for _, _, *place in due}}
+    delays = {job_id: run_id for job_id, run_id, *place in due if is_plain[tuple(place)]}
+    if delays:
+        ended = move_all(Job, delays, "delayed", "completed", "", _AT_ONCE, taken_at=now, finished_at=now)
+        execute(_NEXT_STEPS, now, json.dumps([delays[job_id] for job_id in ended]))
+    move_all(Job, [job_id for job_id, *_ in due if job_id not in delays], "delayed", "waiting")
+    return len(due)
 
 
 def _is_plain_delay(config: Config, kind: str, workflow_name: str | None, step_id: str, run_step: str | None) -> bool:
@@ -3794,7 +3834,7 @@ def _finish_in_app(config: Config, job: WaitingJob, now: int) -> None:
 
 def _finish_plain_job(config: Config, job: WaitingJob, now: int) -> None:
     if job.type == "trigger":
-        take_run(job.run_id, now)
+        take_runs([job.run_id], now)
     move(Job, job.id, "waiting", "active", taken_at=now)
     ways = {"delay": _finish_delay, "trigger": _finish_trigger, "next": _find_place}
     ways.get(job.type, _finish_in_app)(config, job, now)
@@ -4202,9 +4242,8 @@ def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft
     return None
 
 
-def _claim_of(config: Config, job: WaitingJob, name: str, now: int) -> Claim | None:
+def _claim_of(config: Config, job: WaitingJob, name: str, count: int, now: int) -> Claim | None:
     """The claim of a job, with its message where that is quick; None when there is nothing to send after all."""
-    count = take_run(job.run_id, now) if job.type == "message" else 0
     draft = _first_draft(config, job, now, count) if job.message is None else None
     if job.message is None and draft is None:
         return None
@@ -4221,7 +4260,7 @@ def _claim_of(config: Config, job: WaitingJob, name: str, now: int) -> Claim | N
     return claim
 
 
-def _take_together(claims: Sequence[Claim], now: int) -> None:
+def _activate(claims: Sequence[Claim], now: int) -> None:
     """waiting -> active with an attempt on record, before anything is sent: a few statements for all."""
     lines = [claim.job_id for claim in claims if isinstance(claim.sender, LogSettings)]
     move_all(Job, lines, "waiting", "active", taken_at=now)
@@ -4261,13 +4300,15 @@ def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
     claims: list[Claim] = []
     for name in config.senders:
         free = room.free(name)
-        for found in rows(_WAITING_JOBS, name, now, free) if free else ():
-            claim = _claim_of(config, WaitingJob.of(found), name, now)
+        jobs = [WaitingJob.of(found) for found in rows(_WAITING_JOBS, name, now, free)] if free else []
+        counts = take_runs([job.run_id for job in jobs if job.type == "message"], now)
+        for job in jobs:
+            claim = _claim_of(config, job, name, counts.get(job.run_id, 0), now)
             if claim is not None:
                 room.begin(name)
                 claims.append(claim)
     if claims:
-        _take_together(claims, now)
+        _activate(claims, now)
     return claims
 
 
@@ -4655,7 +4696,8 @@ def _record_successes(config: Config, sent: Sequence[Sent], now: int) -> None:
     _finish_attempts(sent, now)
     groups: dict[tuple[str | None, str, int], dict[int, int]] = {}
     for claim, _ in sent:
-        groups.setdefault((claim.workflow, claim.step, claim.tries), {})[claim.job_id] = claim.run_id
+        step = claim.step if claim.workflow else ""  # a repeatable's run has no step to go on from
+        groups.setdefault((claim.workflow, step, claim.tries), {})[claim.job_id] = claim.run_id
     for (workflow, step, tries), jobs in groups.items():
         moved = move_all(Job, jobs, "active", "completed", tries=tries + 1, finished_at=now, message=None)
         for job_id in jobs.keys() - set(moved):
@@ -5467,7 +5509,7 @@ class JournalFormatter(logging.Formatter):
 def set_up_log(level: str) -> None:
     """Log to stderr: for journald with priorities, for people with the time."""
     # What logging's manual says to switch off where no format asks for it; half of the time a line takes.
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     if os.environ.get("JOURNAL_STREAM"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import digestd
-from conftest import BASIC, START
+from conftest import BASIC, START, statements
 
 TICK = BASIC + '[repeatables.tick]\nevery = "1m"\nsender = "hook"\ndata = { color = "bird" }\n'
 
@@ -211,3 +213,38 @@ def test_hashed_fields_depend_on_the_name_and_stay_the_same(world):
     assert (
         w.rows("SELECT s.name, r.slot_at FROM runs r JOIN repeatables s ON s.id = r.repeatable_id ORDER BY 1") == first
     )
+
+
+def test_a_spec_whose_next_run_the_database_refuses_is_broken_and_stops_no_other(world):
+    """Somebody wrote a run by hand whose number digestd is about to give."""
+    kinds = {"odd": 'sender = "hook"', "odd-trigger": 'trigger = { workflow = "comments", to = "s1" }'}
+    other = '[repeatables.other]\nevery = "1m"\nsender = "hook"\n'
+    w = world(BASIC + "".join(f'[repeatables.{name}]\nevery = "1m"\n{do}\n' for name, do in kinds.items()) + other)
+    w.rows(
+        "INSERT INTO runs (repeatable_id, seq, slot_at, taken_at, state, created_at, finished_at)"
+        f" SELECT id, seq + 1, {START}, {START}, 'completed', {START}, {START} FROM repeatables WHERE name <> 'other'"
+    )
+    w.advance("3m")
+    assert w.rows("SELECT name, state, count FROM repeatables ORDER BY name") == [
+        ("odd", "broken", 1), ("odd-trigger", "broken", 1), ("other", "active", 3),
+    ]  # fmt: skip
+    assert {
+        reason.partition(":")[0] for (reason,) in w.rows("SELECT reason FROM repeatables WHERE state = 'broken'")
+    } == {"its next run cannot be stored"}
+    assert w.one("SELECT count(*) FROM events") == 1
+
+
+def test_taking_a_hundred_runs_costs_a_few_statements_for_all(world):
+    specs = "".join(f'[repeatables.r{n}]\nevery = "1m"\nsender = "out"\n' for n in range(100))
+    w = world(f'[senders.out]\ntype = "log"\n{specs}')
+    w.clock.at += digestd.MINUTE
+    claims = []
+
+    def tick():
+        with digestd.transaction():
+            claims.extend(digestd.tick(w.config, w.now, w.room).claims)
+
+    each = r"SELECT name, key, job_id|INSERT INTO jobs"  # of which there is one for each
+    seen = [sql for sql in statements(tick) if not re.match(each, sql)]
+    assert len(claims) == 100
+    assert len(seen) <= 25, seen
