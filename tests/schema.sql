@@ -41,7 +41,8 @@ CREATE TABLE attempts (                 -- one row per try, written before the s
     number          INTEGER NOT NULL,   -- 1 for the first
     started_at      INTEGER NOT NULL,
     finished_at     INTEGER,
-    outcome         TEXT CHECK (outcome IN ('sent', 'temporary', 'permanent', 'interrupted')),
+    outcome         TEXT CHECK
+                        (outcome = 'sent' OR outcome = 'temporary' OR outcome = 'permanent' OR outcome = 'interrupted'),
     status_code     INTEGER,            -- HTTP status or SMTP reply code
     reason          TEXT,               -- what the other side said, or what went wrong
     took_ms         INTEGER,
@@ -61,7 +62,8 @@ CREATE TABLE digests (
     step            TEXT NOT NULL,      -- id of the digest step
     subscriber_id   TEXT NOT NULL,      -- public id
     key             TEXT NOT NULL,      -- canonical JSON of the digest key's value; '' = the group without one
-    state           TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'held', 'closed', 'discarded')),
+    state           TEXT NOT NULL DEFAULT 'open' CHECK
+                        (state = 'open' OR state = 'held' OR state = 'closed' OR state = 'discarded'),
     opened_at       INTEGER NOT NULL CHECK (opened_at > 100000000000),
     closes_at       INTEGER NOT NULL CHECK (closes_at > opened_at),     -- the plan, fixed by the first event
     due_at          INTEGER NOT NULL,   -- when it is looked at next: closes_at, or the end of a hold
@@ -69,7 +71,7 @@ CREATE TABLE digests (
     held_at         INTEGER,            -- when the latest hold began
     closed_at       INTEGER,            -- when it was closed or discarded
     reason          TEXT,               -- why it was discarded, or closed other than by time
-    CHECK ((state IN ('closed', 'discarded')) = (closed_at IS NOT NULL))
+    CHECK ((state = 'closed' OR state = 'discarded') = (closed_at IS NOT NULL))
 ) STRICT;
 
 CREATE TABLE events (
@@ -79,12 +81,13 @@ CREATE TABLE events (
     payload         TEXT NOT NULL DEFAULT '{}',                         -- a JSON object, checked when it is placed
     transaction_id  TEXT,               -- the caller's id, recorded once per workflow and subscriber
     received_at     INTEGER NOT NULL DEFAULT (CAST(round((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER)),
-    state           TEXT NOT NULL DEFAULT 'received' CHECK (state IN ('received', 'placed', 'cancelled', 'failed')),
+    state           TEXT NOT NULL DEFAULT 'received' CHECK
+                        (state = 'received' OR state = 'placed' OR state = 'cancelled' OR state = 'failed'),
     digest_id       INTEGER REFERENCES digests (id),                    -- its first window; NULL: it went on alone
     placed_at       INTEGER,
     finished_at     INTEGER,            -- when it was cancelled or failed
     reason          TEXT,
-    CHECK ((state IN ('cancelled', 'failed')) = (finished_at IS NOT NULL)),
+    CHECK ((state = 'cancelled' OR state = 'failed') = (finished_at IS NOT NULL)),
     CHECK (state <> 'placed' OR placed_at IS NOT NULL)
 ) STRICT;
 
@@ -109,8 +112,9 @@ CREATE TABLE jobs (
     step            TEXT NOT NULL,      -- id of the step; the repeatable's name for its runs
     type            TEXT NOT NULL,      -- email, sms, push, chat, in_app, delay, digest, message, trigger
     sender          TEXT,               -- name in the config
-    state           TEXT NOT NULL CHECK (state IN
-                        ('delayed', 'waiting', 'active', 'completed', 'failed', 'skipped', 'cancelled')),
+    state           TEXT NOT NULL CHECK
+                        (state = 'delayed' OR state = 'waiting' OR state = 'active' OR state = 'completed'
+                         OR state = 'failed' OR state = 'skipped' OR state = 'cancelled'),
     due_at          INTEGER NOT NULL,   -- when it may be taken
     tries           INTEGER NOT NULL DEFAULT 0,                         -- tries that reached a result and count for the plan
     waits           INTEGER NOT NULL DEFAULT 0,                         -- holds for the subscriber's hours so far
@@ -121,7 +125,7 @@ CREATE TABLE jobs (
     finished_at     INTEGER,
     reason          TEXT,
     UNIQUE (run_id, step),
-    CHECK ((state IN ('completed', 'failed', 'skipped', 'cancelled')) = (finished_at IS NOT NULL))
+    CHECK ((state = 'delayed' OR state = 'waiting' OR state = 'active') = (finished_at IS NULL))
 ) STRICT;
 
 CREATE TABLE meta (
@@ -143,13 +147,14 @@ CREATE TABLE repeatables (
     count           INTEGER NOT NULL DEFAULT 0,                         -- runs taken so far
     seq             INTEGER NOT NULL DEFAULT 0,                         -- number of the latest planned run
     action          TEXT NOT NULL,      -- JSON: what a run does
-    state           TEXT NOT NULL DEFAULT 'active' CHECK (state IN ('active', 'paused', 'finished', 'broken', 'retired')),
+    state           TEXT NOT NULL DEFAULT 'active' CHECK
+                        (state = 'active' OR state = 'paused' OR state = 'finished' OR state = 'broken' OR state = 'retired'),
     reason          TEXT,
     created_at      INTEGER NOT NULL,
     updated_at      INTEGER NOT NULL,
     finished_at     INTEGER,
     CHECK ((cron IS NULL) <> (every_ms IS NULL)),
-    CHECK ((state IN ('finished', 'retired')) = (finished_at IS NOT NULL))
+    CHECK ((state = 'finished' OR state = 'retired') = (finished_at IS NOT NULL))
 ) STRICT;
 
 CREATE TABLE runs (
@@ -164,7 +169,8 @@ CREATE TABLE runs (
     taken_at        INTEGER,            -- when a repeatable's run was taken; NULL: it is the pending one
     step            TEXT,               -- id of the step it began last; NULL: at the start
     next_at         INTEGER,            -- when its next step begins; NULL: a step is under way, or it is over
-    state           TEXT NOT NULL DEFAULT 'active' CHECK (state IN ('active', 'completed', 'failed', 'cancelled', 'merged')),
+    state           TEXT NOT NULL DEFAULT 'active' CHECK
+                        (state = 'active' OR state = 'completed' OR state = 'failed' OR state = 'cancelled' OR state = 'merged'),
     created_at      INTEGER NOT NULL,
     finished_at     INTEGER,
     reason          TEXT,

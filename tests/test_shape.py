@@ -118,7 +118,7 @@ def test_states_in_code_are_the_states_of_the_schema():
     schema = (ROOT / "migrations.sql").read_text("utf-8")
     for table, moves in digestd.MOVES.items():
         body = re.search(rf"CREATE TABLE {table} \((.*?)\n\) STRICT;", schema, re.DOTALL)[1]
-        states = set(re.findall(r"'(\w+)'", re.search(r"CHECK \(state IN\s*\((.*?)\)\)", body, re.DOTALL)[1]))
+        states = set(re.findall(r"'(\w+)'", re.search(r"CHECK\s*\(state = (.*?)\),\n", body, re.DOTALL)[1]))
         assert {state for pair in moves for state in pair} == states, table
 
 
