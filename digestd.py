@@ -5569,6 +5569,8 @@ class Ready:
             self.data = self.data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
         if request.transport is not None:
             request.transport.write(self.data)
+            if request.protocol.writing_paused:
+                await request.writer.drain()  # the caller does not read: its next request has to wait
 
     async def write_eof(self) -> None:
         """All has been written."""
@@ -5855,6 +5857,7 @@ class ShortWay:
             and body.total_bytes <= MAX_BODY
             and idle is not None
             and not idle.done()
+            and not self.connection.writing_paused
             and not self.api.daemon.stopping
         )
 

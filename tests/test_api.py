@@ -830,6 +830,18 @@ def test_much_that_follows_is_not_read_before_it_is_its_turn(api):
     assert accepts(api)
 
 
+def test_a_caller_that_reads_no_answers_is_read_no_further(api):
+    """Or the answers would pile up in memory."""
+    with connect(api) as client:
+        client.settimeout(2)
+        data = memoryview(head("GET", "/healthz") * 20_000)
+        sent = 0
+        with pytest.raises(TimeoutError):
+            while sent < 30_000_000:
+                sent += client.send(data[sent % len(data) :][: 1 << 16])
+    assert accepts(api)
+
+
 def test_sigterm_while_a_trigger_waits_for_its_commit_still_answers_it(tmp_path):
     process = Process(tmp_path, WORKFLOWS)
     one = new_id()
