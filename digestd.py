@@ -2245,20 +2245,35 @@ TABLES: tuple[type[Table], ...] = (
 # -- statements, transactions, moves -----------------------------------------------------------------------------------
 
 
-def rows(sql: str, *values: Any) -> list[Any]:
-    """All rows of a query, as tuples. Read whole, so that no cursor is left open to block a checkpoint."""
+def _read(fetch: Callable[[Any], Any], sql: str, values: Sequence[Any], strict: bool = False) -> Any:
+    """Run a statement and fetch. Text that is not UTF-8, which only another program can have written, comes with marks
+    for what cannot be read, so that one row does not stop all; where that is `strict`, it raises."""
     try:
-        return database.execute_sql(sql, values).fetchall()
+        return fetch(database.execute_sql(sql, values))
     except sqlite3.Error as error:  # met while fetching, which peewee does not translate
-        raise peewee.OperationalError(str(error)) from error
-
-
-def row(sql: str, *values: Any) -> Any:
-    """The first row of a query, or None."""
+        if strict or "decode" not in str(error).lower() or not sql.lstrip().startswith("SELECT"):
+            raise peewee.OperationalError(str(error)) from error
+    connection = database.connection()
+    connection.text_factory = _decode
     try:
-        return database.execute_sql(sql, values).fetchone()
-    except sqlite3.Error as error:
-        raise peewee.OperationalError(str(error)) from error
+        return fetch(database.execute_sql(sql, values))
+    finally:
+        connection.text_factory = str
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def rows(sql: str, *values: Any, strict: bool = False) -> list[Any]:
+    """All rows of a query, as tuples. Read whole, so that no cursor is left open to block a checkpoint."""
+    found: list[Any] = _read(sqlite3.Cursor.fetchall, sql, values, strict)
+    return found
+
+
+def row(sql: str, *values: Any, strict: bool = False) -> Any:
+    """The first row of a query, or None."""
+    return _read(sqlite3.Cursor.fetchone, sql, values, strict)
 
 
 def execute(sql: str, *values: Any) -> int:
@@ -2894,13 +2909,13 @@ _RECEIVED = (
 def _received_rows(limit: int) -> Iterator[Any]:
     """Rows that wait for a place. One whose text is no UTF-8 cannot even be read, and comes as its id alone."""
     try:
-        yield from rows(_RECEIVED, 0, limit)
+        yield from rows(_RECEIVED, 0, limit, strict=True)
     except peewee.OperationalError as error:
         if "decode" not in str(error).lower():
             raise
         for (event_id,) in rows("SELECT id FROM events WHERE state = 'received' ORDER BY id LIMIT ?", limit):
             try:
-                yield row(_RECEIVED, event_id - 1, 1)
+                yield row(_RECEIVED, event_id - 1, 1, strict=True)
             except peewee.OperationalError:
                 yield (event_id,)
 
@@ -3165,7 +3180,8 @@ def settle_windows(config: Config, windows: Sequence[Window], now: int) -> None:
     if closed:
         execute(
             "INSERT INTO runs (workflow, subscriber_id, digest_id, step, next_at, created_at)"
-            " SELECT workflow, subscriber_id, id, step, ?, ? FROM digests WHERE id IN (SELECT value FROM json_each(?))",
+            " SELECT workflow, subscriber_id, id, step, ?, ? FROM digests WHERE id IN (SELECT value FROM json_each(?))"
+            " ON CONFLICT (digest_id) WHERE digest_id IS NOT NULL DO NOTHING",  # written by hand: that one it is then
             now, now, json.dumps(closed),
         )  # fmt: skip
 

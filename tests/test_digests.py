@@ -276,3 +276,17 @@ def test_a_deleted_window_is_nobodys_and_stops_nothing(world):
     w.trigger("comments", "s2", {"postId": 1})
     w.advance("10m")
     assert len(w.sent) == 1
+
+
+def test_a_window_for_which_somebody_wrote_a_run_closes_and_stops_no_other(world):
+    w = world()
+    w.trigger("comments", "s1", {"postId": 1})
+    w.trigger("comments", "s2", {"postId": 1})
+    w.rows(
+        "INSERT INTO runs (workflow, subscriber_id, digest_id, step, state, created_at, finished_at)"
+        f" VALUES ('comments', 's1', 1, 'digest', 'completed', {START}, {START})"
+    )
+    w.advance("10m")
+    assert w.rows("SELECT state FROM digests ORDER BY id") == [("closed",), ("closed",)]
+    assert w.rows("SELECT subscriber_id, count(*) FROM runs GROUP BY 1 ORDER BY 1") == [("s1", 1), ("s2", 1)]
+    assert [claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent] == ["s2"]

@@ -197,3 +197,22 @@ def test_a_delay_that_ends_outside_the_hours_waits_for_them(world, waits):
     w.advance("7d")
     assert w.one("SELECT state FROM jobs WHERE type = 'delay'") == "completed"
     assert w.one("SELECT created_at FROM inbox_messages") == START + digestd.WEEK
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "UPDATE subscribers SET first_name = CAST(x'41ff' AS TEXT) WHERE subscriber_id = 's1'",
+        "UPDATE subscribers SET timezone = CAST(x'41ff' AS TEXT), schedule = CAST(x'ff' AS TEXT) WHERE subscriber_id = 's1'",
+        "UPDATE events SET payload = CAST(x'7b226e223a2241ff227d' AS TEXT) WHERE subscriber_id = 's1'",
+    ],
+)
+def test_text_that_is_no_utf8_in_a_row_written_by_hand_stops_nobody(world, spoil):
+    """It is sent with marks for what cannot be read."""
+    w = world()
+    w.trigger("comments", "s1", {"postId": 1})
+    w.trigger("comments", "s2", {"postId": 1})
+    w.rows(spoil)
+    w.advance("10m")
+    assert sorted(claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent) == ["s1", "s2"]
+    assert w.rows("SELECT DISTINCT state FROM jobs WHERE sender = 'hook'") == [("completed",)]
