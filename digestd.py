@@ -3089,7 +3089,7 @@ def _find_window(name: tuple[str, str, str, str]) -> tuple[int, int] | None:
     return found
 
 
-def open_windows(config: Config, trigger: Trigger, now: int) -> list[int] | None:
+def joinable_windows(config: Config, trigger: Trigger, now: int) -> list[int] | None:
     """The windows that the events of a trigger join, one for each recipient, when all are open already; the hot path.
     Nothing is opened or settled here."""
     step = config.workflows[trigger.workflow].steps[0]
@@ -4230,8 +4230,7 @@ class Room:
 
 
 def _message_text(message: Message) -> str:
-    """A composed message as its job keeps it until it is final: every try sends the same bytes. A line of the log has
-    one try only."""
+    """A composed message as its job keeps it until it is final: every try sends the same bytes."""
     kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
     return json.dumps({**kept, "summary": message.summary})
 
@@ -4277,7 +4276,8 @@ def _claim_of(config: Config, job: WaitingJob, name: str, count: int, now: int) 
 
 
 def _activate(claims: Sequence[Claim], now: int) -> None:
-    """waiting -> active with an attempt on record, before anything is sent: a few statements for all."""
+    """waiting -> active with an attempt on record, before anything is sent: a few statements for all. The text of a
+    line of the log is not kept: it goes nowhere else, and after a crash it is composed again."""
     lines = [claim.job_id for claim in claims if isinstance(claim.sender, LogSettings)]
     move_all(Job, lines, "waiting", "active", taken_at=now)
     kept = {
@@ -4904,7 +4904,7 @@ def take_triggers(config: Config, triggers: Iterable[Trigger], now: int) -> list
     answers: list[TriggerAnswer] = []
     placed: list[tuple[Trigger, list[int]]] = []
     for trigger in triggers:
-        window_ids = open_windows(config, trigger, now)
+        window_ids = joinable_windows(config, trigger, now)
         if window_ids is not None:
             placed.append((trigger, window_ids))
             continue
