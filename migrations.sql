@@ -51,7 +51,8 @@ CREATE TABLE digests (
     reason          TEXT,               -- why it was discarded, or closed other than by time
     CHECK ((state = 'closed' OR state = 'discarded') = (closed_at IS NOT NULL))
 ) STRICT;
-CREATE UNIQUE INDEX one_open_window ON digests (subscriber_id, workflow, step, key) WHERE state IN ('open', 'held');
+-- The key first: a trigger for many people opens, and later closes, windows that lie beside one another.
+CREATE UNIQUE INDEX one_open_window ON digests (key, subscriber_id, workflow, step) WHERE state IN ('open', 'held');
 CREATE INDEX digests_due ON digests (due_at) WHERE state IN ('open', 'held');
 
 CREATE TABLE events (

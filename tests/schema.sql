@@ -20,7 +20,7 @@ CREATE INDEX jobs_failed ON jobs (id) WHERE state = 'failed';
 
 CREATE INDEX jobs_waiting ON jobs (sender, due_at) WHERE state = 'waiting';
 
-CREATE UNIQUE INDEX one_open_window ON digests (subscriber_id, workflow, step, key) WHERE state IN ('open', 'held');
+CREATE UNIQUE INDEX one_open_window ON digests (key, subscriber_id, workflow, step) WHERE state IN ('open', 'held');
 
 CREATE UNIQUE INDEX one_pending_run ON runs (repeatable_id)
     WHERE repeatable_id IS NOT NULL AND taken_at IS NULL AND state = 'active';

@@ -268,6 +268,25 @@ def test_a_critical_workflow_waits_for_no_hours(world):
     assert len(w.sent) == 1
 
 
+def test_windows_that_end_together_are_each_held_closed_or_discarded_for_themselves(world):
+    w = world(HOURS + BASIC[BASIC.index("[workflows.comments]") :].replace("workflows.comments", "workflows.plain"))
+    at_friday(w)
+    for workflow, who in (("comments", "s1"), ("comments", "s2"), ("plain", "s1"), ("plain", "s2")):
+        w.trigger(workflow, who, {"postId": 1, "n": 1})
+    w.rows(
+        "INSERT INTO digests (workflow, step, subscriber_id, key, opened_at, closes_at, due_at)"
+        f" VALUES ('plain', 'digest', 's3', '', {w.now}, {w.now + 600_000}, {w.now + 600_000})"
+    )
+    w.advance("10m")
+    assert w.rows("SELECT workflow, subscriber_id, state FROM digests ORDER BY id") == [
+        ("comments", "s1", "held"), ("comments", "s2", "closed"),
+        ("plain", "s1", "closed"), ("plain", "s2", "closed"), ("plain", "s3", "discarded"),
+    ]  # fmt: skip
+    for workflow in ("comments", "plain"):  # what was remembered of them is right too
+        w.trigger(workflow, "s1", {"postId": 1, "n": 2})
+    assert w.rows("SELECT digest_id FROM events ORDER BY id DESC LIMIT 2") == [(6,), (1,)]
+
+
 def test_a_deleted_window_is_nobodys_and_stops_nothing(world):
     w = world()
     w.trigger("comments", payload={"postId": 1})

@@ -79,7 +79,7 @@ def test_no_query_of_the_tick_scans_a_growing_table(world):
 
 def test_one_tick_moves_a_bounded_batch_and_says_that_more_is_due(world):
     w = world()
-    for number in range(digestd.BATCH + 10):
+    for number in range(digestd.WINDOWS_AT_ONCE + 10):
         w.trigger("comments", f"s{number}", {"postId": 1})
     w.clock.at += 600_000
     with digestd.transaction():

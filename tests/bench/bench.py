@@ -554,8 +554,8 @@ def close_bare(path: pathlib.Path, now: int) -> float:
         connection.executescript("PRAGMA synchronous = FULL; PRAGMA foreign_keys = 1; PRAGMA cache_size = -32000;")
         due = [digest_id for (digest_id,) in connection.execute("SELECT id FROM digests WHERE state = 'open'")]
         began = time.perf_counter()
-        for first in range(0, len(due), digestd.BATCH):
-            ids = json.dumps(due[first : first + digestd.BATCH])
+        for first in range(0, len(due), digestd.WINDOWS_AT_ONCE):
+            ids = json.dumps(due[first : first + digestd.WINDOWS_AT_ONCE])
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(
                 "UPDATE digests SET state = 'closed', closed_at = ? WHERE id IN (SELECT value FROM json_each(?))"
@@ -610,7 +610,7 @@ def measure_close(scene: Scene) -> list[Line]:
         ),
         Line(
             "the same, beside its two statements alone", f"{median(alone):.2f} s",
-            f"{digestd.BATCH} a commit: {median(bare):.2f} s, {ratios(limit, bare):.0f} times faster",
+            f"{digestd.WINDOWS_AT_ONCE:,} a commit: {median(bare):.2f} s, {ratios(limit, bare):.0f} times faster",
             ratios(alone, bare), "-", None, {"bare_s": median(bare)},
         ),
         Line(
