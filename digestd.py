@@ -261,8 +261,7 @@ class Claim:
     result: SendResult | None = None  # known before any sending: the template failed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SendResult:
+class SendResult(NamedTuple):
     """What came of a try. `outcome` is sent, temporary or permanent; spans in ms."""
 
     job_id: int
@@ -1212,10 +1211,10 @@ def compile_template(text: str, html: bool = False) -> liquid.BoundTemplate:
 
 def render_template(text: str, context: dict[str, Any], html: bool = False) -> str:
     """A template rendered. Raises PermanentFailure: the same data would fail again."""
-    import liquid.exceptions
-
     if "{" not in text:
         return text
+    import liquid.exceptions
+
     try:
         return compile_template(text, html).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
@@ -1553,6 +1552,25 @@ class StepSettings(Settings):
     id: StepId
 
 
+class Content(Settings):
+    """What a message says, where the config gives it words: three templates."""
+
+    subject: Template | None = None
+    text: Template | None = None
+    html: HtmlTemplate | None = None
+
+    @functools.cached_property
+    def templates(self) -> dict[str, str]:
+        """Those that there are."""
+        found = {"subject": self.subject, "text": self.text, "html": self.html}
+        return {name: text for name, text in found.items() if text is not None}
+
+    @functools.cached_property
+    def takes_values(self) -> bool:
+        """Whether any of them holds more than fixed words."""
+        return any("{" in text for text in self.templates.values())
+
+
 class DigestStep(StepSettings):
     type: Literal["digest"]
     key: KeyPaths | None = None
@@ -1601,21 +1619,15 @@ class DelayStep(StepSettings):
     extend_to_schedule: bool = False
 
 
-class ChannelStep(StepSettings):
+class ChannelStep(Content, StepSettings):
     type: Literal["email", "sms", "push", "chat"]
     sender: str
-    subject: Template | None = None
-    text: Template | None = None
-    html: HtmlTemplate | None = None
     stop_on_failure: bool = False
 
 
-class InAppStep(StepSettings):
+class InAppStep(Content, StepSettings):
     type: Literal["in_app"]
     sender: str | None = None
-    subject: Template | None = None
-    text: Template | None = None
-    html: HtmlTemplate | None = None
     stop_on_failure: bool = False
 
 
@@ -1658,7 +1670,7 @@ class RepeatableTrigger(Settings):
     payload: Annotated[dict[str, Any], _rule_field(_json_value)] = {}
 
 
-class RepeatableSettings(Settings):
+class RepeatableSettings(Content):
     cron: CronText | None = None
     pattern: CronText | None = None  # BullMQ's word for the same
     every: Interval | None = None
@@ -1666,9 +1678,6 @@ class RepeatableSettings(Settings):
     timezone: Zone | None = None
     trigger: RepeatableTrigger | None = None
     sender: str | None = None
-    subject: Template | None = None
-    text: Template | None = None
-    html: HtmlTemplate | None = None
     data: JsonValue = None
 
 
@@ -3554,37 +3563,30 @@ def sync_repeatables(config: Config, now: int) -> None:
 # Begins the next step of runs, promotes due jobs, claims waiting ones, and composes their messages. Owns the birth of
 # jobs and attempts, the moves of jobs up to active, and those of the jobs that need no sender.
 
-LINES_AT_ONCE = 200  # of the log, in one turn; with more its transaction would take over 50 ms
+LINES_AT_ONCE = 300  # of the log, in one turn; with many more its transaction would take over 50 ms
 
 _READY_RUNS = (
     "SELECT r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, s.schedule IS NOT NULL FROM runs r"
     " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
     " WHERE r.next_at <= ? ORDER BY r.next_at, r.id LIMIT ?"
 )
-_JOB_COLUMNS = (
+_JOBS = (
     "SELECT j.id, j.run_id, j.step, j.type, j.public_id, j.message, j.tries, j.waits, r.workflow, r.subscriber_id,"
     " r.event_id, r.digest_id, r.repeatable_id, r.slot_at, r.created_at, r.step, d.step, d.key,"
     " EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = r.digest_id), "
     + ", ".join(f"s.{column}" for column in SUBSCRIBER_FIELDS.values())
-)
-_JOB_TABLES = (
+    + ", e.received_at, e.payload, e.transaction_id"
     " FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN digests d ON d.id = r.digest_id"
-    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
+    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id LEFT JOIN events e ON e.id = r.event_id"
 )
 _DUE_JOBS = (
     "SELECT j.id, j.run_id, j.type, r.workflow, j.step, r.step FROM jobs j JOIN runs r ON r.id = j.run_id"
     " WHERE j.state = 'delayed' AND j.due_at <= ? ORDER BY j.due_at LIMIT ?"
 )
-_PLAIN_JOBS = (
-    _JOB_COLUMNS + _JOB_TABLES + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
-)
+_PLAIN_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
 _AT_ONCE = ("waiting", "active")
 _NEXT_STEPS = "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active'"
-_WAITING_JOBS = (
-    f"{_JOB_COLUMNS}, e.id, e.received_at, e.payload, e.transaction_id{_JOB_TABLES}"
-    " LEFT JOIN events e ON e.id = r.event_id"
-    " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
-)
+_WAITING_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
 _BEGIN_ATTEMPTS = (
     "INSERT INTO attempts (job_id, number, started_at)"
     " SELECT value, coalesce((SELECT max(number) FROM attempts WHERE job_id = value), 0) + 1, ? FROM json_each(?)"
@@ -3639,13 +3641,17 @@ class WaitingJob(NamedTuple):
     digest_step: str | None
     digest_key: str | None
     has_earlier: int  # the window was joined by runs of earlier ones
-    person: Sequence[Any]  # the subscriber's columns
-    event: DigestedEvent | None  # where it is one alone, and was read with the job
-
-    @classmethod
-    def of(cls, found: Sequence[Any]) -> WaitingJob:
-        event = DigestedEvent(*found[27:]) if len(found) > 27 and found[27] is not None else None
-        return cls._make((*found[:19], found[19:27], event))
+    first_name: str | None  # the subscriber's columns
+    last_name: str | None
+    email: str | None
+    phone: str | None
+    avatar: str | None
+    locale: str | None
+    timezone: str | None
+    data: str | None
+    received_at: int | None  # the event's, where it is one alone
+    payload: str | None
+    transaction_id: str | None
 
 
 def settle_runs(run_ids: Iterable[int], now: int) -> None:
@@ -3891,7 +3897,7 @@ def _finish_plain_job(config: Config, job: WaitingJob, now: int) -> None:
 
 def finish_plain_jobs(config: Config, now: int) -> int:
     """Stage: jobs (waiting) that need no sender -> active -> completed, in one go: delays, in-app rows, triggers."""
-    found = [WaitingJob.of(one) for one in rows(_PLAIN_JOBS, BATCH)]
+    found = list(map(WaitingJob._make, rows(_PLAIN_JOBS, BATCH)))
     for job in found:
         try:
             with savepoint():
@@ -3921,7 +3927,8 @@ def write_inbox(draft: Draft, message: Message, now: int) -> None:
 def _person(job: WaitingJob) -> dict[str, Any]:
     """A subscriber as templates and webhooks see it; only the fields that are set."""
     person: dict[str, Any] = {"subscriberId": job.subscriber_id}
-    for name, value in zip(SUBSCRIBER_FIELDS, job.person, strict=True):
+    for name, column in SUBSCRIBER_FIELDS.items():
+        value = getattr(job, column)
         if value is not None:
             person[name] = json.loads(value) if name == "data" else value
     return person
@@ -3937,8 +3944,10 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
     if workflow is None or step is None:
         raise PermanentFailure("step removed" if workflow else "workflow removed")
     sender = config.senders[step.sender] if step.sender is not None else None
-    alone = job.event if job.digest_id is None else None
-    events = [alone] if alone else load_events(job.event_id, job.digest_id, job.has_earlier)
+    if job.event_id is not None and job.payload is not None:  # one event alone, read with the job
+        events = [DigestedEvent(job.event_id, job.received_at or 0, job.payload, job.transaction_id)]
+    else:
+        events = load_events(job.event_id, job.digest_id, job.has_earlier)
     draft = Draft(
         job.id, job.public_id, job.type, sender, step, now, job.created_at, workflow=job.workflow, step=job.step,
         subscriber=_person(job), digest_id=job.digest_id, events=events,
@@ -3971,10 +3980,8 @@ def _pass_digests(draft: Draft, workflow: WorkflowSettings) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _content_of(action: str) -> RepeatableSettings:
-    return RepeatableSettings.model_construct(
-        **{name: action_of(action).get(name) for name in ("subject", "text", "html")}
-    )
+def _content_of(action: str) -> Content:
+    return Content.model_construct(**{name: action_of(action).get(name) for name in ("subject", "text", "html")})
 
 
 def _repeatable_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft:
@@ -4034,18 +4041,11 @@ def _template_context(draft: Draft) -> dict[str, Any]:
 
 def render_content(draft: Draft) -> dict[str, Any]:
     """The subject, text and html that the step has templates for. Raises PermanentFailure."""
-    content = draft.content
-    templates = [text for text in (content.subject, content.text, content.html) if text is not None]
-    if not templates:
-        return {}
-    context = _template_context(draft) if any("{" in text for text in templates) else {}
+    context = _template_context(draft) if draft.content.takes_values else {}
     rendered: dict[str, Any] = {}
-    if content.subject is not None:
-        rendered["subject"] = _clean_line(render_template(content.subject, context))
-    if content.text is not None:
-        rendered["text"] = render_template(content.text, context)
-    if content.html is not None:
-        rendered["html"] = render_template(content.html, context, html=True)
+    for name, text in draft.content.templates.items():
+        words = render_template(text, context, html=name == "html")
+        rendered[name] = _clean_line(words) if name == "subject" else words
     return rendered
 
 
@@ -4324,7 +4324,7 @@ def _activate(claims: Sequence[Claim], now: int) -> None:
         claim = by_job[job_id]
         claim.attempt_id, claim.number = attempt_id, number
         if claim.result is not None:
-            claim.result = dataclasses.replace(claim.result, attempt_id=attempt_id)
+            claim.result = claim.result._replace(attempt_id=attempt_id)
 
 
 def finish_claim(claim: Claim) -> None:
@@ -4349,7 +4349,7 @@ def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
     claims: list[Claim] = []
     for name in config.senders:
         free = room.free(name)
-        jobs = [WaitingJob.of(found) for found in rows(_WAITING_JOBS, name, now, free)] if free else []
+        jobs = list(map(WaitingJob._make, rows(_WAITING_JOBS, name, now, free))) if free else []
         counts = take_runs([job.run_id for job in jobs if job.type == "message"], now)
         for job in jobs:
             claim = _claim_of(config, job, name, counts.get(job.run_id, 0), now)
@@ -4672,9 +4672,9 @@ def send_to_log(claim: Claim) -> SendResult:
 # Writes down what came of a try and decides what follows: done, another try, or giving up. Owns the moves of jobs out
 # of active and the end of attempts.
 
-_FINISH_ATTEMPT = (
+_FINISH_ATTEMPTS = (
     "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ?"
-    " WHERE id = ? AND outcome IS NULL"
+    " WHERE id IN (SELECT value FROM json_each(?)) AND outcome IS NULL"
 )
 
 
@@ -4725,13 +4725,13 @@ def _record_alone(config: Config, one: Sent, now: int) -> None:
 
 
 def _finish_attempts(sent: Iterable[Sent], now: int) -> None:
-    execute_many(
-        _FINISH_ATTEMPT,
-        [
-            (now, result.outcome, result.status_code, result.reason, result.took_ms, claim.attempt_id)
-            for claim, result in sent
-        ],
-    )
+    """The end of attempts: one statement for all that ended alike, which of lines of the log is all."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for claim, result in sent:
+        facts = (result.outcome, result.status_code, result.reason, result.took_ms)
+        alike.setdefault(facts, []).append(claim.attempt_id)
+    for facts, attempt_ids in alike.items():
+        execute(_FINISH_ATTEMPTS, now, *facts, json.dumps(attempt_ids))
 
 
 def _stops_on_failure(config: Config, workflow: str | None, step: str) -> bool:
@@ -5338,7 +5338,7 @@ class Daemon:
                 await self.ask(lambda reply: Composed(claim, reply))
         result = claim.result or await self.senders.send(claim)
         took_ms = int((self.clock.monotonic() - began) * SECOND)
-        self.put(Sent(claim, dataclasses.replace(result, took_ms=took_ms)))
+        self.put(Sent(claim, result._replace(took_ms=took_ms)))
 
     # -- stop ----------------------------------------------------------------------------------------------------------
 
@@ -5555,6 +5555,18 @@ class JournalFormatter(logging.Formatter):
         return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
 
 
+class TerminalFormatter(logging.Formatter):
+    """Lines with the time in front, for people. The second is put into words once, not for each line."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return _second_text(int(record.created))
+
+
+@functools.lru_cache(maxsize=1)
+def _second_text(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+
+
 def set_up_log(level: str) -> None:
     """Log to stderr: for journald with priorities, for people with the time."""
     # What logging's manual says to switch off where no format asks for it; half of the time a line takes.
@@ -5564,9 +5576,7 @@ def set_up_log(level: str) -> None:
     if os.environ.get("JOURNAL_STREAM"):
         handler.setFormatter(JournalFormatter("%(message)s"))
     else:
-        formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
-        formatter.converter = time.gmtime
-        handler.setFormatter(formatter)
+        handler.setFormatter(TerminalFormatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s"))
     log.handlers[:] = [handler]
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # a trace for every malformed request would fill the disk
     log.propagate = False

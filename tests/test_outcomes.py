@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 import digestd
@@ -207,7 +205,7 @@ def test_a_result_that_the_database_refuses_does_not_take_the_others_with_it(wor
     w = world(TWO_STEPS)
     claims = claims_of(w, 3)
     sent = [digestd.Sent(claim, digestd.result_of(claim, "sent")) for claim in claims]
-    bad = sent[1]._replace(result=dataclasses.replace(sent[1].result, status_code="x" * 10))
+    bad = sent[1]._replace(result=sent[1].result._replace(status_code="x" * 10))
     w.rows(
         "CREATE TRIGGER odd BEFORE UPDATE ON attempts WHEN new.status_code = 'xxxxxxxxxx'"
         " BEGIN SELECT raise(ABORT, 'odd'); END"
