@@ -2992,15 +2992,15 @@ _FIND_WINDOW = (
 # Cancelled events stay tied to their window, but a window that they emptied is discarded at once: so when a window
 # ends, any event says that it holds something, and the index alone tells.
 _HOLDS_SOMETHING = """
-    (EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id)
-     OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id))
-"""
+    WHEN EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id) THEN 1
+    ELSE EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id) END
+"""  # CASE, as OR among the columns of a result looks at both sides
 _WINDOW = f"""
-    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.state, d.waits, {_HOLDS_SOMETHING}
+    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.state, d.waits, CASE {_HOLDS_SOMETHING}
     FROM digests d WHERE d.id = ?
 """
 _DUE_WINDOWS = f"""
-    SELECT d.id, d.state, d.workflow NOT IN (SELECT value FROM json_each(?)) AND {_HOLDS_SOMETHING}
+    SELECT d.id, d.state, CASE WHEN d.workflow IN (SELECT value FROM json_each(?)) THEN 0 {_HOLDS_SOMETHING}
     FROM digests d WHERE d.state IN ('open', 'held') AND d.due_at <= ? ORDER BY d.due_at, d.id LIMIT ?
 """
 
