@@ -5592,6 +5592,7 @@ def set_up_log(level: str) -> None:
 READ_S = 10.0  # for a body to arrive
 KEEP_ALIVE_S = 75  # a quiet connection stays open
 BULK = 100
+KNOWN_HEADS, MAX_HEAD = 512, 2048  # how many heads of requests are known again, of at most so many bytes
 _TRIGGER = "/v1/events/trigger"
 _REASONS = {200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
             405: "Method Not Allowed", 413: "Content Too Large", 422: "Unprocessable Content",
@@ -5652,6 +5653,7 @@ class Api:
     def __init__(self) -> None:
         self.runner: Any = None
         self.sockets: list[str] = []
+        self.heads: dict[bytes, Head] = {}  # of requests on the short way, by their bytes
         self.waiting = 0  # triggers on the short way whose answer is not written yet
         self.all_answered = asyncio.Event()
 
@@ -5872,13 +5874,21 @@ class ShortReply:
     set_exception = set_result
 
 
+class Head(NamedTuple):
+    """What the head of a request said: its headers, and how many bytes of body follow."""
+
+    headers: Mapping[str, str]
+    length: int
+
+
 class ShortWay:
     """The parser of one connection, with a shorter way for the usual request.
 
     For each request the server runs a task and waits on two futures, which costs more than all that a trigger is about.
     A POST of a trigger that has come in whole, while nothing else on its connection is under way, needs none of that:
     it goes to the inbox from here, and its answer to the socket after the commit. All others take the server's way.
-    The parser is the server's own; this stands where the server holds it, and adds nothing to what it lets pass.
+    The parser is the server's own; this stands where the server holds it, and adds nothing to what it lets pass. A
+    caller says the same above each body, so a head that was parsed once is known by its bytes, and not parsed again.
     """
 
     PARTS = ("_parser", "_waiter", "_next_keepalive_close_time")  # what is used of the server's connection
@@ -5888,6 +5898,7 @@ class ShortWay:
         self.connection = connection
         self.parser = connection._parser
         self.later: bytes | None = None  # what came while an answer is due; None: none is
+        self.between = True  # the parser holds no part of a message: what comes next is the head of one
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parser, name)
@@ -5899,14 +5910,25 @@ class ShortWay:
                 self.later += data
                 self.connection.transport.pause_reading()
             return (), False, b""
+        if self.between and self._is_idle():
+            at = data.find(b"\r\n\r\n") + 4
+            known = self.api.heads.get(data[:at])
+            if known is not None and len(data) == at + known.length:
+                self._begin(known.headers, data[at:])
+                return (), False, b""
         found = self.parser.feed_data(data)
-        if len(found[0]) == 1 and self._is_usual(*found[0][0]) and not found[1]:
-            self._begin(*found[0][0])
+        if len(found[0]) == 1 and self._is_usual(*found[0][0]) and not found[1] and self._is_idle():
+            message, body = found[0][0]
+            self.parser.message_consumed()
+            whole = body.read_nowait()
+            self._learn(data, message, whole)
+            self._begin(message.headers, whole)
             return (), False, b""
+        self.between = self.between and not data
         return found
 
-    def _is_usual(self, message: Any, body: Any) -> bool:
-        idle = self.connection._waiter
+    @staticmethod
+    def _is_usual(message: Any, body: Any) -> bool:
         return bool(
             message.path == _TRIGGER
             and message.method == "POST"
@@ -5914,17 +5936,31 @@ class ShortWay:
             and not message.compression
             and body.is_eof()
             and body.total_bytes <= MAX_BODY
-            and idle is not None
-            and not idle.done()
+        )
+
+    def _is_idle(self) -> bool:
+        """Whether nothing else is under way on the connection, and it may go on."""
+        waiter = self.connection._waiter
+        return (
+            waiter is not None
+            and not waiter.done()
             and not self.connection.writing_paused
             and not self.api.daemon.stopping
         )
 
-    def _begin(self, message: Any, body: Any) -> None:
-        self.parser.message_consumed()
+    def _learn(self, data: bytes, message: Any, body: bytes) -> None:
+        """Know a head again that came from its first byte on, with a body as long as it says."""
+        at = data.find(b"\r\n\r\n") + 4
+        began, self.between = self.between, not message.chunked and len(data) == at + len(body)
+        if began and self.between and at <= MAX_HEAD:
+            if len(self.api.heads) >= KNOWN_HEADS:
+                self.api.heads.clear()
+            self.api.heads[data[:at]] = Head(message.headers, len(body))
+
+    def _begin(self, headers: Mapping[str, str], body: bytes) -> None:
         self.connection._next_keepalive_close_time = self.api.daemon.loop.time() + KEEP_ALIVE_S
         self.later = b""
-        self.api.begin_trigger(message.headers, body.read_nowait(), self._end)
+        self.api.begin_trigger(headers, body, self._end)
 
     def _end(self, answer: bytes) -> None:
         transport = self.connection.transport

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import http.client
+import itertools
 import json
 import pathlib
 import re
@@ -18,6 +19,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from random import Random
 from typing import Any, BinaryIO
 
 import pytest
@@ -846,8 +848,8 @@ class Connections:
         self.writer.close()
         await self.api.stop()
 
-    async def trigger(self) -> bytes:
-        self.writer.write(post(json.dumps(call("t")).encode()))
+    async def trigger(self, *lines: str) -> bytes:
+        self.writer.write(post(json.dumps(call("t")).encode(), *lines))
         waiting = await self.calls.get()
         waiting.reply.set_result([digestd.TriggerAnswer("processed", "t")])
         status = await self.stream.readline()
@@ -940,6 +942,126 @@ def test_a_trigger_costs_no_task_of_its_own():
             return status, len(made)
 
     assert play(scene()) == (b"HTTP/1.1 201 Created\r\n", 0)
+
+
+class Counting:
+    """A parser that counts what it is given."""
+
+    def __init__(self, parser: Any) -> None:
+        self.parser, self.fed = parser, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parser, name)
+
+    def feed_data(self, data: bytes) -> Any:
+        self.fed += len(data)
+        return self.parser.feed_data(data)
+
+
+def test_a_head_that_was_parsed_once_is_known():
+    async def scene() -> list[int]:
+        async with Connections() as one:
+            await one.trigger()
+            [connection] = one.api.runner.server.connections
+            connection._parser.parser = parser = Counting(connection._parser.parser)
+            seen = []
+            for lines in ((), (), ("X-Other: 1",), ("X-Other: 1",), ("X-Long: " + "x" * digestd.MAX_HEAD,) * 2):
+                await one.trigger(*lines)
+                seen.append(parser.fed)
+                parser.fed = 0
+            return seen
+
+    same, again, other, other_again, long = play(scene())
+    assert (same, again, other_again) == (0, 0, 0) and other > 0 and long > 0
+
+
+def test_known_heads_do_not_pile_up():
+    async def scene() -> int:
+        async with Connections() as one:
+            for number in range(digestd.KNOWN_HEADS + 10):
+                await one.trigger(f"X-Number: {number}")
+            return len(one.api.heads)
+
+    assert play(scene()) == 10
+
+
+def test_a_key_that_is_taken_out_of_the_config_opens_nothing_by_a_known_head():
+    async def scene() -> list[bytes]:
+        async with Connections() as one:
+            one.config = digestd.read_config('[api]\nkeys = ["one"]\n' + WORKFLOWS, pathlib.Path("c.toml"))
+            seen = [await one.trigger("Authorization: ApiKey one") for _ in range(2)]
+            one.config = digestd.read_config('[api]\nkeys = ["two"]\n' + WORKFLOWS, pathlib.Path("c.toml"))
+            one.writer.write(post(json.dumps(call("t")).encode(), "Authorization: ApiKey one"))
+            return [*seen, await one.stream.readline()]
+
+    assert [line.split()[1] for line in play(scene())] == [b"201", b"201", b"401"]
+
+
+USUAL = post(json.dumps(call("a")).encode())
+NOTE = f"POST {TRIGGER} HTTP/1.1\r\nX-Note: ".encode()  # a header that is not at its end
+
+
+def in_pieces(random: Random) -> list[bytes]:
+    """A conversation of usual and unusual requests, cut anywhere; often where one begins or ends."""
+    requests = [
+        *[USUAL] * 4,
+        post(json.dumps(call("b")).encode(), "X-Other: 1"),
+        post(USUAL),  # a request as the body of another
+        NOTE + USUAL,
+        b"\r\n" + USUAL,
+        USUAL[: USUAL.index(b"\r\n\r\n")] + b"\r\nTransfer-Encoding: chunked" + USUAL[USUAL.index(b"\r\n\r\n") :],
+        head("POST", TRIGGER, "Transfer-Encoding: chunked") + b"2\r\n[]\r\n0\r\n\r\n",
+        head("GET", "/healthz"),
+        post(b"["),
+        post(b""),
+    ]
+    whole, cuts = b"", set()
+    for _ in range(random.randrange(2, 8)):
+        cuts |= {len(whole), len(whole) + random.randrange(200)} if random.random() < 0.7 else set()
+        start, request = len(whole), random.choice(requests)
+        whole += request
+        inner = request.find(USUAL)
+        if inner > 0:
+            cuts |= {start + inner, start + inner + len(USUAL)}
+    marks = [0, *sorted(cut for cut in cuts if 0 < cut < len(whole)), len(whole)]
+    return [whole[first:then] for first, then in itertools.pairwise(marks)]
+
+
+async def answers_to(pieces: list[bytes]) -> list[bytes]:
+    """The statuses and bodies that a conversation gets, each piece sent after all before it were dealt with."""
+    async with Connections() as one:
+
+        def put(message: digestd.TriggerCall) -> None:
+            found = [digestd.TriggerAnswer("processed", trigger.transaction_id) for trigger in message.triggers]
+            one.loop.call_soon(message.reply.set_result, found)
+
+        one.put = put  # type: ignore[assignment]
+        for piece in (*pieces, head("GET", "/healthz", "Connection: close")):
+            if not one.stream.at_eof() and not one.writer.is_closing():  # the server may have heard enough
+                one.writer.write(piece)
+            await rounds(count=12)
+        await rounds(lambda: one.stream._eof or one.stream.exception())
+        answered = bytes(one.stream._buffer)
+        return re.findall(rb"HTTP/1.\d (\d+)[^{]*(?:\{[^}]*\"transactionId\":(\S+)\}\})?", answered)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [USUAL, NOTE, USUAL, USUAL],
+        [USUAL, head("POST", TRIGGER, f"Content-Length: {len(USUAL)}"), USUAL, USUAL],
+        [USUAL[:2], USUAL[2:], USUAL[2:]],
+        [USUAL, USUAL + USUAL[:9], USUAL[9:], USUAL],
+        [USUAL, b"\r\n", USUAL, USUAL],
+        [USUAL, USUAL + b"\r\n", USUAL],
+        [USUAL, head("GET", "/healthz") + USUAL, USUAL],
+        *[in_pieces(Random(seed)) for seed in range(40)],
+    ],
+)
+def test_however_a_conversation_is_cut_the_short_way_answers_as_the_server_does(monkeypatch, pieces):
+    ours = play(answers_to(pieces))
+    monkeypatch.setattr(digestd.ShortWay, "PARTS", ("_no_such_part",))
+    assert ours == play(answers_to(pieces)) and ours
 
 
 def test_a_server_without_the_parts_for_the_short_way_serves_all_the_same(monkeypatch):
