@@ -239,7 +239,8 @@ def test_the_config_of_the_contract_gives_two_digests_by_post_and_mail_and_three
 
 
 TWICE_INTERRUPTED = """
-SELECT count(*) FROM jobs WHERE state IN ('waiting', 'active')
+SELECT count(*) FROM jobs, v_now
+WHERE (state IN ('waiting', 'active') OR (state = 'delayed' AND due_at < now_at + 1000))
 AND (SELECT count(*) FROM attempts WHERE job_id = jobs.id AND outcome = 'interrupted') > 1
 """
 TOTAL, PART, PEOPLE, KILLS = 10_000, 20, 100, 10
