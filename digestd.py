@@ -227,6 +227,7 @@ class Draft:
     has_digest: bool = False
     events: list[DigestedEvent] = dataclasses.field(default_factory=list)
     steps: dict[str, list[DigestedEvent]] = dataclasses.field(default_factory=dict)
+    digests: dict[str, Any] = dataclasses.field(default_factory=dict)  # the settings of those steps
     repeatable: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -384,10 +385,18 @@ class IllegalMove(DigestdError):
 class Rejected(DigestdError):
     """A request that is refused: the HTTP status, the message, and the field it is about."""
 
-    def __init__(self, status: int, message: str, field: str = "general", hint: str = "") -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str = "general",
+        hint: str = "",
+        problems: Sequence[tuple[str, str]] = (),
+    ) -> None:
         super().__init__(message, hint)
         self.status = status
         self.field = field
+        self.problems = problems  # with a payload, one by one: where, and what
 
 
 def shown(value: Any) -> str:
@@ -1222,6 +1231,49 @@ def render_template(text: str, context: dict[str, Any], html: bool = False) -> s
         raise PermanentFailure(f"the template failed: {one_line(words)}") from error
 
 
+VALUES = ("payload", "subscriber", "workflow", "steps")  # what templates and conditions of a workflow see
+
+
+@functools.cache
+def _condition_liquid() -> liquid.Environment:
+    import liquid
+
+    class Logical(liquid.Environment):
+        logical_not_operator = True
+        logical_parentheses = True
+
+    return Logical()
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_condition(text: str) -> liquid.BoundTemplate:
+    """A condition in Liquid, such as payload.amount > 10 and subscriber.data.plan == 'pro'. Raises RuleError."""
+    import liquid.exceptions
+
+    if re.search(r"[{%]%|%[%}]|\{\{|}}", text):
+        raise RuleError("a condition is what stands in a Liquid if, without braces: payload.amount > 10")
+    try:
+        condition = _condition_liquid().from_string(f"{{% if {text} %}}yes{{% endif %}}")
+    except liquid.exceptions.LiquidError as error:
+        raise RuleError(f"the condition cannot be read: {str(error).splitlines()[0]}") from None
+    unknown = sorted(condition.analyze().globals.keys() - set(VALUES))
+    if unknown:
+        raise RuleError(f"there is nothing called {unknown[0]!r} here; {nearest(unknown[0], VALUES)}")
+    return condition
+
+
+def condition_holds(text: str, context: dict[str, Any]) -> bool:
+    """Whether a condition is true. Raises PermanentFailure where it cannot be told, as for a text that is more than 10:
+    a wrong guess would send, or not, in silence."""
+    import liquid.exceptions
+
+    try:
+        return compile_condition(text).render(**context) == "yes"
+    except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
+        words = str(error.args[0]) if error.args else type(error).__name__
+        raise PermanentFailure(f"the condition cannot be told: {one_line(words)}") from error
+
+
 # -- field types -------------------------------------------------------------------------------------------------------
 
 
@@ -1317,6 +1369,99 @@ def _existing_file(name: str, info: pydantic.ValidationInfo) -> str:
     if context.get("secrets", True) and not path.is_file():
         raise ValueError(f"there is no file {path}")
     return str(path)
+
+
+def _read_schema(value: Any, info: pydantic.ValidationInfo) -> Any:
+    """A JSON Schema, as a table or as the name of a JSON file beside the config; it must be one that can be used."""
+    context = info.context or {}
+    if isinstance(value, str):
+        path = pathlib.Path(context.get("base", ".")) / value
+        try:
+            value = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        context.setdefault("files", []).append(path)
+    if not isinstance(value, dict):
+        raise ValueError("a payload schema is a table, or the name of a JSON file that holds an object")
+    try:
+        PayloadRule(_json_value(value))
+    except RuleError as error:
+        raise ValueError(error.message) from None
+    return value
+
+
+def _refuse_to_fetch(uri: str) -> Any:
+    raise RuleError(f"a schema reads no other document, and {uri} is one")
+
+
+class PayloadRule:
+    """A JSON Schema for payloads, compiled. Raises RuleError for what is none. It reads nothing but itself."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        import jsonschema_rs
+
+        self.schema = schema
+        try:
+            self.validator = jsonschema_rs.validator_for(schema, retriever=_refuse_to_fetch)
+        except (ValueError, RecursionError) as error:
+            where = "".join(f".{part}" for part in getattr(error, "instance_path", ()))
+            words = str(getattr(error, "message", error)).splitlines()[0]
+            raise RuleError(f"this is no JSON Schema{where and ', at ' + where[1:]}: {one_line(words)}") from None
+
+    def problems(self, payload: dict[str, Any]) -> list[tuple[str, str]]:
+        """What is wrong with a payload: the dotted path and the words, one for each violated keyword."""
+        return [
+            (".".join(["payload", *map(str, error.instance_path)]), one_line(error.message))
+            for error in self.validator.iter_errors(payload)
+        ]
+
+    def with_defaults(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The payload with the defaults of the properties that it lacks; the same object when it lacks none."""
+        return _with_defaults(self.schema, payload)
+
+    def knows(self, path: Sequence[str]) -> bool:
+        """Whether the schema names a property at this path."""
+        level = [self.schema]
+        for name in path:
+            level = [
+                inner[name]
+                for schema in level
+                for part in self._parts(schema, set())
+                if isinstance(inner := part.get("properties"), dict) and isinstance(inner.get(name), dict)
+            ]
+        return bool(level)
+
+    def _parts(self, schema: dict[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
+        """A schema, and those that it is made of."""
+        yield schema
+        for word in ("allOf", "anyOf", "oneOf"):
+            for part in schema.get(word) or ():
+                if isinstance(part, dict):
+                    yield from self._parts(part, seen)
+        target = schema.get("$ref")
+        if isinstance(target, str) and target.startswith("#") and target not in seen:
+            found: Any = self.schema
+            for name in target[1:].split("/")[1:]:
+                found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+            if isinstance(found, dict):
+                yield from self._parts(found, seen | {target})
+
+
+def _with_defaults(schema: Any, value: Any) -> Any:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(value, dict) or not isinstance(properties, dict):
+        return value
+    filled = {}
+    for name, inner in properties.items():
+        if name in value:
+            new = _with_defaults(inner, value[name])
+            if new is not value[name]:
+                filled[name] = new
+        elif isinstance(inner, dict) and "default" in inner:
+            filled[name] = inner["default"]
+    return {**value, **filled} if filled else value
 
 
 def _webhook_key(secret: pydantic.SecretStr, info: pydantic.ValidationInfo) -> pydantic.SecretStr:
@@ -1419,6 +1564,11 @@ def _key_path(text: Any) -> Any:
     return text
 
 
+def _condition(text: str) -> str:
+    compile_condition(text)
+    return text
+
+
 def _day_item(item: Any) -> Any:
     if not isinstance(item, (int, str)) or isinstance(item, bool):
         raise RuleError(f'{shown(item)} is not a day; write "monday", 15, "last" or "first monday"')
@@ -1449,6 +1599,11 @@ def _plain_name(text: str) -> str:
 
 _DURATION_SCHEMA = {"type": "string", "pattern": "^([0-9]+(mo|ms|w|d|h|m|s))+$", "examples": ["90s", "1h30m", "7d"]}
 Duration = Annotated[int, _rule_field(parse_duration), pydantic.WithJsonSchema(_DURATION_SCHEMA)]
+DelayLength = Annotated[
+    int | str,
+    _rule_field(lambda value: _key_path(value) if str(value).startswith("payload") else parse_duration(value)),
+    pydantic.WithJsonSchema({**_DURATION_SCHEMA, "pattern": "", "examples": ["1h", "payload.sendAt"]}),
+]
 Interval = Annotated[
     int, _rule_field(_interval), pydantic.WithJsonSchema({**_DURATION_SCHEMA, "type": ["string", "integer"]})
 ]
@@ -1466,6 +1621,9 @@ KeyPaths = Annotated[
 ]
 DayItem = Annotated[Any, _rule_field(_day_item), pydantic.WithJsonSchema({"type": ["string", "integer"]})]
 JsonValue = Annotated[Any, _rule_field(_json_value)]
+Condition = Annotated[
+    str, pydantic.Strict(), _rule_field(lambda text: _condition(text) if isinstance(text, str) else text)
+]
 Template = Annotated[str, _template_field(html=False)]
 HtmlTemplate = Annotated[str, _template_field(html=True)]
 _SECRET_SCHEMA = {
@@ -1480,6 +1638,9 @@ Secret = Annotated[
     pydantic.WithJsonSchema(_SECRET_SCHEMA),
 ]
 WebhookKey = Annotated[Secret, pydantic.AfterValidator(_webhook_key)]
+PayloadSchema = Annotated[
+    dict[str, Any], pydantic.BeforeValidator(_read_schema), pydantic.WithJsonSchema({"type": ["string", "object"]})
+]
 Name = Annotated[str, pydantic.AfterValidator(_plain_name)]
 StepId = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,63}$")]
 
@@ -1550,6 +1711,41 @@ AnySender = Annotated[WebhookSettings | SmtpSettings | LogSettings, pydantic.Fie
 
 class StepSettings(Settings):
     id: StepId
+    when: Condition | None = None
+
+
+class Calendar(StepSettings):
+    """A step that may name instants of the calendar: every with at and on, or cron."""
+
+    every: Literal["minute", "hour", "day", "week", "month"] | None = None
+    at: TimeOfDay | None = None
+    on: Annotated[list[DayItem], pydantic.Field(min_length=1)] | None = None
+    cron: CronText | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _calendar_is_one(self) -> Calendar:
+        if self.every is not None:
+            try:
+                scheduled_rule(self.every, self.at, self.on)
+            except RuleError as error:
+                raise ValueError(error.message) from None
+        return self
+
+    def next_after(self, at: int, zone: str, seed: str) -> int:
+        """The next instant, in ms. Raises RuleError when the calendar has none."""
+        found = calendar_rule(self.every, self.at, tuple(self.on or ()), self.cron, zone, seed).next_after(at)
+        if found is None:
+            raise RuleError(f"the step {seed} has no instant after {iso_text(at)}")
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def calendar_rule(
+    every: str | None, at: str | None, on: tuple[Any, ...], cron: str | None, zone: str, seed: str
+) -> Rule:
+    """The rule behind a step's calendar, in the zone of an IANA name."""
+    place = load_zone(zone)
+    return parse_cron(cron, place, seed) if cron is not None else scheduled_rule(every or "", at, on, place)
 
 
 class Content(Settings):
@@ -1571,57 +1767,43 @@ class Content(Settings):
         return any("{" in text for text in self.templates.values())
 
 
-class DigestStep(StepSettings):
+class DigestStep(Calendar):
     type: Literal["digest"]
     key: KeyPaths | None = None
     window: Duration | None = None
-    every: Literal["minute", "hour", "day", "week", "month"] | None = None
-    at: TimeOfDay | None = None
-    on: Annotated[list[DayItem], pydantic.Field(min_length=1)] | None = None
-    cron: CronText | None = None
-    start: Literal["immediately"] = "immediately"
+    start: Literal["immediately", "when_repeated"] = "immediately"
+    look_back: Duration = 5 * MINUTE
+    max_events: Annotated[int, pydantic.Field(ge=2, le=10_000)] | None = None
+    show: Annotated[int, pydantic.Field(ge=1)] | None = None
+    order: Literal["oldest", "newest"] = "oldest"
     extend_to_schedule: bool = False
-
-    @pydantic.model_validator(mode="after")
-    def _calendar_is_one(self) -> DigestStep:
-        if self.every is not None:
-            try:
-                scheduled_rule(self.every, self.at, self.on)
-            except RuleError as error:
-                raise ValueError(error.message) from None
-        return self
 
     @functools.cached_property
     def paths(self) -> list[list[str]]:
         """The digest key's paths inside the payload, split."""
         return [path.split(".")[1:] for path in self.key or []]
 
+    @functools.cached_property
+    def takes_all(self) -> bool:
+        """Whether an event that comes while a window is open joins it, and nothing else is to be asked or done."""
+        return self.when is None and self.start == "immediately" and self.max_events is None
+
     def closes_at(self, at: int, zone: str) -> int:
         """When a window that opens at `at` ends, in ms. Raises RuleError when the calendar has no further boundary."""
-        if self.window is not None:
-            return at + self.window
-        found = window_rule(self.every, self.at, tuple(self.on or ()), self.cron, zone, self.id).next_after(at)
-        if found is None:
-            raise RuleError(f"the digest step {self.id} has no boundary after {iso_text(at)}")
-        return found
+        return at + self.window if self.window is not None else self.next_after(at, zone, self.id)
 
 
-@functools.lru_cache(maxsize=1024)
-def window_rule(every: str | None, at: str | None, on: tuple[Any, ...], cron: str | None, zone: str, seed: str) -> Rule:
-    """The calendar behind a scheduled window, in the zone of an IANA name."""
-    place = load_zone(zone)
-    return parse_cron(cron, place, seed) if cron is not None else scheduled_rule(every or "", at, on, place)
-
-
-class DelayStep(StepSettings):
+class DelayStep(Calendar):
     type: Literal["delay"]
-    delay: Duration
+    delay: DelayLength | None = None
+    past: Literal["now", "fail"] = "now"
     extend_to_schedule: bool = False
 
 
 class ChannelStep(Content, StepSettings):
     type: Literal["email", "sms", "push", "chat"]
     sender: str
+    outside: Literal["skip", "hold", "send"] = "skip"
     stop_on_failure: bool = False
 
 
@@ -1642,6 +1824,7 @@ class WorkflowSettings(Settings):
     name: Name | None = None
     critical: bool = False
     timezone: Zone | None = None
+    payload_schema: PayloadSchema | None = None
     steps: Annotated[list[AnyStep], pydantic.Field(min_length=1, max_length=100)]
 
     @functools.cached_property
@@ -1649,9 +1832,19 @@ class WorkflowSettings(Settings):
         return {step.id: place for place, step in enumerate(self.steps)}
 
     @functools.cached_property
+    def digests(self) -> dict[str, DigestStep]:
+        """Its digest steps by their ids."""
+        return {step.id: step for step in self.steps if isinstance(step, DigestStep)}
+
+    @functools.cached_property
     def holds_windows(self) -> bool:
         """Whether any of its windows may have to wait for the subscriber's hours."""
-        return not self.critical and any(isinstance(it, DigestStep) and it.extend_to_schedule for it in self.steps)
+        return not self.critical and any(step.extend_to_schedule for step in self.digests.values())
+
+    @functools.cached_property
+    def payload_rule(self) -> PayloadRule | None:
+        """What payloads have to be like, compiled."""
+        return None if self.payload_schema is None else PayloadRule(self.payload_schema)
 
     def step(self, step_id: str) -> Any:
         """The step of an id, or None when the running config has none of that name."""
@@ -1705,6 +1898,12 @@ class Config(Settings):
     @property
     def warnings(self) -> tuple[Problem, ...]:
         return self._warnings
+
+    @property
+    def longest_look_back(self) -> int:
+        """How far any of the steps that start when repeated looks back, in ms."""
+        steps = (step for workflow in self.workflows.values() for step in workflow.digests.values())
+        return max((step.look_back for step in steps if step.start == "when_repeated"), default=0)
 
     @property
     def database(self) -> pathlib.Path:
@@ -1862,10 +2061,32 @@ def _one_of(table: dict[str, Any], path: list[str | int], names: Sequence[str], 
         yield path, f"{what} of {', '.join(names[:-1])} and {names[-1]}; found {' and '.join(given) or 'none of them'}"
 
 
-def _workflow_problems(data: Any, senders: Any, max_window: int) -> Iterator[Found]:
+def _rule_for_check(value: Any, base: pathlib.Path) -> PayloadRule | None:
+    """The payload schema of a workflow, where there is one that can be used."""
+    try:
+        return PayloadRule(json.loads((base / value).read_bytes()) if isinstance(value, str) else value)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, RuleError):
+        return None  # what is wrong with it is told elsewhere
+
+
+def _key_problems(step: dict[str, Any], path: list[str | int], rule: PayloadRule) -> Iterator[Found]:
+    """Digest keys, and delays that the payload tells, must be in the payload's schema."""
+    for setting in ("key", "delay"):
+        value = step.get(setting)
+        several = isinstance(value, list)
+        for place, text in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(text, str) and _PATH.fullmatch(text) and not rule.knows(text.split(".")[1:]):
+                yield (
+                    [*path, setting, *([place] if several else [])],
+                    f"{text!r} is not in the workflow's payload_schema",
+                )
+
+
+def _workflow_problems(data: Any, senders: Any, max_window: int, base: pathlib.Path) -> Iterator[Found]:
     for name, workflow in _tables(data, "workflows"):
         steps = workflow.get("steps")
         seen: set[str] = set()
+        rule = _rule_for_check(workflow.get("payload_schema"), base)
         for place, step in enumerate(steps if isinstance(steps, list) else ()):
             path: list[str | int] = ["workflows", name, "steps", place]
             if isinstance(step, dict):
@@ -1874,14 +2095,23 @@ def _workflow_problems(data: Any, senders: Any, max_window: int) -> Iterator[Fou
                         yield [*path, "id"], f"{step['id']!r} is the id of an earlier step; each step has its own"
                     seen.add(step["id"])
                 yield from _step_problems(step, path, senders, max_window)
+                if rule is not None:
+                    yield from _key_problems(step, path, rule)
 
 
 def _step_problems(step: dict[str, Any], path: list[str | int], senders: Any, max_window: int) -> Iterator[Found]:
     yield from _sender_problems(step, path, senders)
-    if step.get("type") == "digest":
+    kind = step.get("type")
+    if kind == "digest":
         yield from _one_of(step, path, ("window", "every", "cron"), "a digest ends by one")
-        if "every" not in step:
-            yield from (([*path, name], "goes with every") for name in ("at", "on") if name in step)
+        if "look_back" in step and step.get("start") != "when_repeated":
+            yield [*path, "look_back"], 'goes with start = "when_repeated"'
+    elif kind == "delay":
+        yield from _one_of(step, path, ("delay", "every", "cron"), "a delay ends by one")
+        if "past" in step and not str(step.get("delay")).startswith("payload"):
+            yield [*path, "past"], 'goes with a delay that the payload tells, such as delay = "payload.sendAt"'
+    if kind in ("digest", "delay") and "every" not in step:
+        yield from (([*path, name], "goes with every") for name in ("at", "on") if name in step)
     for setting in ("window", "delay"):
         with contextlib.suppress(RuleError):
             if setting in step and parse_duration(step[setting]) > max_window:
@@ -1924,14 +2154,14 @@ def _repeatable_problems(data: Any, senders: Any) -> Iterator[Found]:
             yield [*path, "trigger", "workflow"], words
 
 
-def _cross_problems(data: Any) -> Iterator[Found]:
+def _cross_problems(data: Any, base: pathlib.Path) -> Iterator[Found]:
     """What no single setting can know: names of other tables, settings that exclude each other. Tolerates broken
     tables, so that it is told beside what is wrong with them."""
     daemon, api, senders = data.get("daemon"), data.get("api"), data.get("senders", {})
     max_window = DaemonSettings().max_window
     with contextlib.suppress(RuleError, AttributeError):
         max_window = parse_duration(daemon.get("max_window"))
-    yield from _workflow_problems(data, senders, max_window)
+    yield from _workflow_problems(data, senders, max_window, base)
     yield from _login_problems(data)
     yield from _repeatable_problems(data, senders)
     if isinstance(api, dict) and not api.get("keys"):
@@ -1950,19 +2180,19 @@ def _open_to_others(path: pathlib.Path) -> bool:
 
 
 def _calendar_warnings(step: Any, max_window: int) -> Iterator[tuple[list[str | int], str]]:
-    """What is allowed in a scheduled window and perhaps not meant: days that months lack, gaps past max_window."""
-    if not isinstance(step, DigestStep) or step.window is not None:
+    """What is allowed in a calendar and perhaps not meant: days that months lack, gaps past max_window."""
+    if not isinstance(step, Calendar) or (step.every is None and step.cron is None):
         return
     for place, day in enumerate(step.on or ()):
         if isinstance(day, int) and day > 28:
             yield ["on", place], f'months without a day {day} are passed over; "last" is the last day of each'
     sample = next_times(
-        window_rule(step.every, step.at, tuple(step.on or ()), step.cron, "UTC", step.id), FIRST_SAMPLE, 50
+        calendar_rule(step.every, step.at, tuple(step.on or ()), step.cron, "UTC", step.id), FIRST_SAMPLE, 50
     )
     longest = max((later - sooner for sooner, later in zip(sample, sample[1:], strict=False)), default=0)
     if longest > max_window:
         setting: list[str | int] = ["cron" if step.cron is not None else "every"]
-        yield setting, f"windows may last {duration_text(longest)}, over daemon.max_window, {duration_text(max_window)}"
+        yield setting, f"it may last {duration_text(longest)}, over daemon.max_window, {duration_text(max_window)}"
 
 
 def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> Iterator[Problem]:
@@ -2006,7 +2236,7 @@ def read_config(text: str, source: pathlib.Path, secrets: bool = True, templates
         "files": [],
         "plain_secrets": [],
     }
-    found = list(_cross_problems(data))
+    found = list(_cross_problems(data, source.parent))
     config = None
     try:
         config = Config.model_validate(data, context=context)
@@ -2125,6 +2355,19 @@ class Subscriber(Table):
 
     class Meta:
         table_name = "subscribers"
+
+
+class Arrival(Table):
+    id = peewee.AutoField()
+    workflow = peewee.TextField()
+    step = peewee.TextField()
+    subscriber_id = peewee.TextField()
+    key = peewee.TextField()
+    event_id = peewee.IntegerField(null=True)
+    arrived_at = peewee.IntegerField()
+
+    class Meta:
+        table_name = "arrivals"
 
 
 class Digest(Table):
@@ -2271,7 +2514,7 @@ class InboxMessage(Table):
 
 
 TABLES: tuple[type[Table], ...] = (
-    Fact, Subscriber, Digest, EventRow, Repeatable, Run, DigestRun, Job, Attempt, InboxMessage,
+    Fact, Subscriber, Digest, Arrival, EventRow, Repeatable, Run, DigestRun, Job, Attempt, InboxMessage,
 )  # fmt: skip
 
 # -- statements, transactions, moves -----------------------------------------------------------------------------------
@@ -2859,12 +3102,26 @@ def check_trigger(config: Config, body: Any, now: int) -> Trigger:
     if name not in config.workflows:
         hint = f"no workflow is called {shown(name)}; {nearest(name, list(config.workflows))}"
         raise Rejected(422, "workflow_not_found", "name", hint)
+    payload = conform(config.workflows[name], payload)
     transaction_id = body.get("transactionId")
     if transaction_id is None:
         transaction_id = new_public_id("txn", now)
     else:
         check_id(transaction_id, "transactionId")
     return Trigger(name, recipients, payload, json_text(payload), transaction_id)
+
+
+def conform(workflow: WorkflowSettings, payload: dict[str, Any]) -> dict[str, Any]:
+    """A payload as its workflow's schema has it, with defaults. Raises Rejected(400) with everything that is wrong."""
+    rule = workflow.payload_rule
+    if rule is None:
+        return payload
+    payload = rule.with_defaults(payload)
+    problems = rule.problems(payload)
+    if problems:
+        words = "; ".join(f"{where}: {what}" for where, what in problems)
+        raise Rejected(400, f"the payload is not as the workflow's schema has it: {words}", "payload", "", problems)
+    return payload
 
 
 def upsert_subscriber(subscriber_id: str, columns: dict[str, Any], now: int) -> None:
@@ -2954,7 +3211,14 @@ def _received_rows(limit: int) -> Iterator[Any]:
                 yield (event_id,)
 
 
-def received_events(limit: int) -> list[tuple[Event | None, int, str]]:
+def _conform_stored(workflow: WorkflowSettings, event_id: int, payload: dict[str, Any]) -> dict[str, Any]:
+    conforming = conform(workflow, payload)
+    if conforming is not payload:
+        execute("UPDATE events SET payload = ? WHERE id = ?", json_text(conforming), event_id)
+    return conforming
+
+
+def received_events(config: Config, limit: int) -> list[tuple[Event | None, int, str]]:
     """Events that wait for a place, oldest first: (event, id, reason). One that another program wrote badly comes as
     None with the reason why."""
     found: list[tuple[Event | None, int, str]] = []
@@ -2967,6 +3231,8 @@ def received_events(limit: int) -> list[tuple[Event | None, int, str]]:
             payload = parse_json(text)
             if not isinstance(payload, dict):
                 raise Rejected(400, "the payload is not a JSON object")
+            if workflow in config.workflows:
+                payload = _conform_stored(config.workflows[workflow], event_id, payload)
             json_text(payload)
             found.append((Event(event_id, workflow, subscriber_id, payload, received_at, transaction_id), event_id, ""))
         except Rejected as error:
@@ -2981,6 +3247,7 @@ def received_events(limit: int) -> list[tuple[Event | None, int, str]]:
 # holds and discards windows. Owns the moves of events after received, and all of digests; owns the birth of runs that
 # begin from an event or a window. A window is [opened_at, due_at): an event at its end is never in it.
 
+CONDITION_SAYS_NO = "its condition says no"
 WINDOWS_AT_ONCE = 2 * BATCH  # two short statements close them: 10 to 15 ms
 
 _INSERT_WINDOW = insert_text(Digest, "workflow", "step", "subscriber_id", "key", "opened_at", "closes_at", "due_at")
@@ -2999,6 +3266,17 @@ _WINDOW = f"""
     SELECT d.id, d.workflow, d.step, d.subscriber_id, d.state, d.waits, CASE {_HOLDS_SOMETHING}
     FROM digests d WHERE d.id = ?
 """
+_INSERT_ARRIVAL = insert_text(Arrival, "subscriber_id", "workflow", "step", "key", "event_id", "arrived_at")
+_ARRIVED = """
+    SELECT 1 FROM arrivals a WHERE a.subscriber_id = ? AND a.workflow = ? AND a.step = ? AND a.key = ?
+    AND a.arrived_at >= ? AND NOT EXISTS (SELECT 1 FROM events e WHERE e.id = a.event_id AND e.state = 'cancelled')
+    LIMIT 1
+"""
+_COUNT_EVENTS = """
+    SELECT (SELECT count(*) FROM (SELECT 1 FROM events WHERE digest_id = ? AND state = 'placed' LIMIT ?))
+         + (SELECT count(*) FROM digest_runs m JOIN runs r ON r.id = m.run_id
+            LEFT JOIN events e ON e.digest_id = r.digest_id AND e.state = 'placed' WHERE m.digest_id = ?)
+"""
 _DUE_WINDOWS = f"""
     SELECT d.id, d.state, CASE WHEN d.workflow IN (SELECT value FROM json_each(?)) THEN 0 {_HOLDS_SOMETHING}
     FROM digests d WHERE d.state IN ('open', 'held') AND d.due_at <= ? ORDER BY d.due_at, d.id LIMIT ?
@@ -3015,6 +3293,61 @@ class Window(NamedTuple):
     state: str
     waits: int
     has_events: int
+
+
+# -- what templates and conditions see ---------------------------------------------------------------------------------
+
+
+def person_of(subscriber_id: str, columns: Sequence[Any]) -> dict[str, Any]:
+    """A subscriber by its columns, as templates and webhooks see it; only the fields that are set."""
+    person: dict[str, Any] = {"subscriberId": subscriber_id}
+    for name, value in zip(SUBSCRIBER_FIELDS, columns, strict=True):
+        if value is not None:
+            person[name] = json.loads(value) if name == "data" else value
+    return person
+
+
+def load_person(subscriber_id: str) -> dict[str, Any]:
+    """The same by its id alone, as the row is now."""
+    columns = ", ".join(SUBSCRIBER_FIELDS.values())
+    found = row(f"SELECT {columns} FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+    return person_of(subscriber_id, found) if found else {"subscriberId": subscriber_id}
+
+
+def in_order(step: DigestStep | None, events: Sequence[DigestedEvent]) -> Sequence[DigestedEvent]:
+    """Events, which come oldest first, as their digest step wants them shown."""
+    return events[::-1] if step is not None and step.order == "newest" else events
+
+
+def _step_values(step: DigestStep | None, events: Sequence[DigestedEvent]) -> dict[str, Any]:
+    """What a digest step leaves for templates: steps.<id>.events, in the step's order and no more than it shows, and
+    eventCount and Novu's two summaries, which are of all."""
+    listed = [
+        {"id": str(event.id), "time": iso_text(event.time_at), "payload": json.loads(event.payload_text)}
+        for event in in_order(step, events)
+    ]
+    return {
+        "events": listed[: step.show] if step is not None else listed,
+        "eventCount": len(listed),
+        "countSummary": filter_pluralize(len(listed), "notification", "notifications"),
+        "sentenceSummary": filter_to_sentence(listed, "payload.name", 2, "other"),
+    }
+
+
+def template_values(draft: Draft) -> dict[str, Any]:
+    """The variables of a draft's templates and conditions."""
+    if draft.repeatable:
+        facts = draft.repeatable
+        return {"repeatable": facts, "slot": facts["slot"], "count": facts["count"], "data": facts["data"]}
+    return {
+        "payload": json.loads(draft.events[0].payload_text) if draft.events else {},
+        "subscriber": draft.subscriber,
+        "workflow": {"name": draft.workflow},
+        "steps": {name: _step_values(draft.digests.get(name), events) for name, events in draft.steps.items()},
+    }
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
 
 
 def value_at(payload: Any, path: Sequence[str]) -> Any:
@@ -3105,14 +3438,67 @@ def join_or_open(
     collects on. An instant in the past counts for joining only: a new window opens now.
     """
     name = (subscriber_id, workflow, step.id, key)
-    found = _find_window(name)
-    if found and at >= found[1]:
-        _settle_window(config, found[0], now)
-        found = _find_window(name)
+    found = _current_window(config, name, at, now)
     if not found:
         found = _open_window(config, workflow, step, subscriber_id, key, now)
         database.keep_window(name, *found)
     return int(found[0])
+
+
+def _current_window(config: Config, name: WindowName, at: int, now: int) -> tuple[int, int] | None:
+    """The window of this name that what comes at `at` may join; one that has ended by then is settled."""
+    found = _find_window(name)
+    if found and at >= found[1]:
+        _settle_window(config, found[0], now)
+        found = _find_window(name)
+    return found
+
+
+def is_repeated(
+    config: Config,
+    workflow: str,
+    step: DigestStep,
+    subscriber_id: str,
+    key: str,
+    event_id: int | None,
+    at: int,
+    now: int,
+) -> bool:
+    """Whether what reaches a digest step that starts when repeated goes to a window: there is one, or something of the
+    same key reached the step within the look-back, both ends included. That it came is noted for those that follow."""
+    name = (subscriber_id, workflow, step.id, key)
+    repeated = (
+        _current_window(config, name, at, now) is not None or row(_ARRIVED, *name, at - step.look_back) is not None
+    )
+    insert(_INSERT_ARRIVAL, *name, event_id, at)
+    return repeated
+
+
+def close_if_full(config: Config, step: DigestStep, window_id: int, now: int) -> None:
+    """A window that has as many events as its step lets it have ends now, not at its time."""
+    if step.max_events is None:
+        return
+    [count] = row(_COUNT_EVENTS, window_id, step.max_events, window_id)
+    if count >= step.max_events and row("SELECT 1 FROM digests WHERE id = ? AND state = 'open'", window_id):
+        _settle_window(config, window_id, now, f"it has max_events, {step.max_events}")
+
+
+def release_window(window_id: int, now: int) -> bool:
+    """End a window now, by hand, whatever it waits for: open or held -> closed. Whether it did."""
+    found = row(_WINDOW + " AND d.state IN ('open', 'held')", window_id)
+    if not found:
+        return False
+    window = Window(*found)
+    if window.has_events:
+        _close([window.id], window.state, now, "released")
+    else:
+        _discard(window.id, window.state, "nothing is in it", now)
+    return True
+
+
+def _discard(window_id: int, state: str, reason: str, now: int) -> None:
+    database.drop_window(window_id)
+    move(Digest, window_id, state, "discarded", closed_at=now, reason=reason)
 
 
 def _find_window(name: WindowName) -> tuple[int, int] | None:
@@ -3129,7 +3515,7 @@ def joinable_windows(config: Config, trigger: Trigger, now: int) -> list[int] | 
     """The windows that the events of a trigger join, one for each recipient, when all are open already; the hot path.
     Nothing is opened or settled here."""
     step = config.workflows[trigger.workflow].steps[0]
-    if not isinstance(step, DigestStep):
+    if not isinstance(step, DigestStep) or not step.takes_all:
         return None
     key, found = digest_key(step, trigger.payload), []
     for subscriber_id, columns in trigger.recipients:
@@ -3150,13 +3536,31 @@ def place_event(config: Config, event: Event, now: int) -> None:
     step = workflow.steps[0]
     facts: dict[str, Any] = {} if event.transaction_id else {"transaction_id": new_public_id("txn", now)}
     if isinstance(step, DigestStep):
-        at = min(event.received_at, now)
-        digest_id = join_or_open(
-            config, event.workflow, step, event.subscriber_id, digest_key(step, event.payload), at, now
-        )
-        move(EventRow, event.id, "received", "placed", digest_id=digest_id, placed_at=now, **facts)
-    elif move(EventRow, event.id, "received", "placed", placed_at=now, **facts):
+        at, key = min(event.received_at, now), digest_key(step, event.payload)
+        alone = _why_alone(config, event, step, key, at, now)
+        if not alone:
+            window_id = join_or_open(config, event.workflow, step, event.subscriber_id, key, at, now)
+            move(EventRow, event.id, "received", "placed", digest_id=window_id, placed_at=now, **facts)
+            close_if_full(config, step, window_id, now)
+            return
+        facts["reason"] = alone
+    if move(EventRow, event.id, "received", "placed", placed_at=now, **facts):
         insert(_INSERT_EVENT_RUN, event.workflow, event.subscriber_id, event.id, None, now, now)
+
+
+def _why_alone(config: Config, event: Event, step: DigestStep, key: str, at: int, now: int) -> str:
+    """Why an event goes on alone, past the digest step that its workflow begins with; '' when it goes to a window."""
+    if step.when is not None:
+        found = DigestedEvent(event.id, event.received_at, _dumps(event.payload), event.transaction_id)
+        person = load_person(event.subscriber_id)
+        draft = Draft(0, "", "digest", None, step, now, at, event.workflow, step.id, person, events=[found])
+        if not condition_holds(step.when, template_values(draft)):
+            return CONDITION_SAYS_NO
+    if step.start == "when_repeated" and not is_repeated(
+        config, event.workflow, step, event.subscriber_id, key, event.id, at, now
+    ):
+        return f"the first within {duration_text(step.look_back)}"
+    return ""
 
 
 def fail_event(event_id: int, reason: str, now: int) -> None:
@@ -3180,7 +3584,7 @@ def place_or_fail(config: Config, event: Event, now: int) -> None:
 
 def place_events(config: Config, now: int) -> int:
     """Stage: events (received) that other programs or the command line wrote -> placed, or failed."""
-    found = received_events(BATCH)
+    found = received_events(config, BATCH)
     for event, event_id, reason in found:
         if event is None:
             fail_event(event_id, reason, now)
@@ -3211,27 +3615,29 @@ def close_windows(config: Config, now: int) -> int:
     return len(due)
 
 
-def _settle_window(config: Config, window_id: int, now: int) -> None:
-    """A window that has ended: -> closed with a run of its own, -> held, or -> discarded with nothing in it."""
+def _settle_window(config: Config, window_id: int, now: int, reason: str | None = None) -> None:
+    """A window that has ended: -> closed with a run of its own, -> held, or -> discarded with nothing in it. The reason
+    is why it ends other than by time."""
     window = Window(*row(_WINDOW, window_id))
     until = _verdict(config, window, now) if window.has_events else None
     if window.has_events and until is None:
-        _close([window.id], window.state, now)
+        _close([window.id], window.state, now, reason)
         return
-    database.drop_window(window.id)
     if until is None:
-        move(Digest, window.id, window.state, "discarded", closed_at=now, reason="nothing is in it")
+        _discard(window.id, window.state, "nothing is in it", now)
     else:
+        database.drop_window(window.id)
         move(Digest, window.id, window.state, "held", due_at=until, held_at=now, waits=window.waits + 1)
 
 
-def _close(window_ids: Sequence[int], state: str, now: int) -> None:
+def _close(window_ids: Sequence[int], state: str, now: int, reason: str | None = None) -> None:
     """open or held -> closed, with a run for each: the same two statements for one and for all."""
     if not window_ids:
         return
     for window_id in window_ids:
         database.drop_window(window_id)
-    closed = move_all(Digest, window_ids, state, "closed", closed_at=now)
+    facts = {"reason": reason} if reason else {}
+    closed = move_all(Digest, window_ids, state, "closed", closed_at=now, **facts)
     execute(
         "INSERT INTO runs (workflow, subscriber_id, digest_id, step, next_at, created_at)"
         " SELECT workflow, subscriber_id, id, step, ?, ? FROM digests WHERE id IN (SELECT value FROM json_each(?))"
@@ -3247,6 +3653,7 @@ def join_later_window(
     window_id = join_or_open(config, workflow, step, subscriber_id, key, now, now)
     if move(Run, run_id, "active", "merged", next_at=None, finished_at=now, reason=f"joined digest {window_id}"):
         insert(insert_text(DigestRun, "run_id", "digest_id", "joined_at"), run_id, window_id, now)
+        close_if_full(config, step, window_id, now)
 
 
 def _discard_if_empty(digest_id: int, now: int) -> None:
@@ -3256,8 +3663,7 @@ def _discard_if_empty(digest_id: int, now: int) -> None:
         " SELECT 1 FROM digest_runs WHERE digest_id = ? LIMIT 1", digest_id, digest_id
     )  # fmt: skip
     if found and not left:
-        move(Digest, digest_id, found[0], "discarded", closed_at=now, reason="all its events were cancelled")
-        database.drop_window(digest_id)
+        _discard(digest_id, found[0], "all its events were cancelled", now)
 
 
 def _cancel_run(run_id: int, now: int) -> bool:
@@ -3563,6 +3969,7 @@ def sync_repeatables(config: Config, now: int) -> None:
 # Begins the next step of runs, promotes due jobs, claims waiting ones, and composes their messages. Owns the birth of
 # jobs and attempts, the moves of jobs up to active, and those of the jobs that need no sender.
 
+OUTSIDE_HOURS = "outside the subscriber's schedule"
 LINES_AT_ONCE = 300  # of the log, in one turn; with many more its transaction would take over 50 ms
 
 _READY_RUNS = (
@@ -3570,17 +3977,27 @@ _READY_RUNS = (
     " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
     " WHERE r.next_at <= ? ORDER BY r.next_at, r.id LIMIT ?"
 )
-_JOBS = (
-    "SELECT j.id, j.run_id, j.step, j.type, j.public_id, j.message, j.tries, j.waits, r.workflow, r.subscriber_id,"
+_RUN_COLUMNS = (
+    "r.workflow, r.subscriber_id,"
     " r.event_id, r.digest_id, r.repeatable_id, r.slot_at, r.created_at, r.step, d.step, d.key,"
     " EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = r.digest_id), "
     + ", ".join(f"s.{column}" for column in SUBSCRIBER_FIELDS.values())
     + ", e.received_at, e.payload, e.transaction_id"
-    " FROM jobs j JOIN runs r ON r.id = j.run_id LEFT JOIN digests d ON d.id = r.digest_id"
-    " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id LEFT JOIN events e ON e.id = r.event_id"
+)
+_RUN_TABLES = (
+    " LEFT JOIN digests d ON d.id = r.digest_id LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
+    " LEFT JOIN events e ON e.id = r.event_id"
+)
+_JOBS = (
+    f"SELECT j.id, j.run_id, j.step, j.type, j.public_id, j.message, j.tries, j.waits, {_RUN_COLUMNS}"
+    f" FROM jobs j JOIN runs r ON r.id = j.run_id{_RUN_TABLES}"
+)
+_RUN_AT_STEP = (  # as if it had a job there: what its condition sees is what its message would
+    f"SELECT 0, r.id, ?, ?, '', NULL, 0, 0, {_RUN_COLUMNS} FROM runs r{_RUN_TABLES} WHERE r.id = ?"
 )
 _DUE_JOBS = (
-    "SELECT j.id, j.run_id, j.type, r.workflow, j.step, r.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+    "SELECT j.id, j.waits > 0 AND j.tries = 0 AND j.type <> 'delay', j.run_id, j.type, r.workflow, j.step, r.step"
+    " FROM jobs j JOIN runs r ON r.id = j.run_id"
     " WHERE j.state = 'delayed' AND j.due_at <= ? ORDER BY j.due_at LIMIT ?"
 )
 _PLAIN_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
@@ -3653,6 +4070,11 @@ class WaitingJob(NamedTuple):
     payload: str | None
     transaction_id: str | None
 
+    @property
+    def person(self) -> Sequence[Any]:
+        """The subscriber's columns."""
+        return self[19:27]
+
 
 def settle_runs(run_ids: Iterable[int], now: int) -> None:
     """active -> completed, once no step is to come and no job is unfinished."""
@@ -3711,23 +4133,101 @@ def _earlier_digests(digest_id: int) -> list[tuple[str, int]]:
 
 
 def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, step: Any, now: int) -> None:
-    """A channel step: a job that waits for its sender, or one skipped outside the subscriber's hours."""
-    if not workflow.critical and step.type != "in_app":
-        hours = hours_of(config, run.subscriber_id)
-        if hours is not None and not hours.is_inside(now):
-            insert_job(
-                run.id, step.id, step.type, step.sender, "skipped", now, now, "outside the subscriber's schedule"
-            )
-            execute(_RUN_STEP, step.id, now, run.id)
-            return
+    """A channel step: a job that waits for its sender; outside the subscriber's hours one that is skipped, or held."""
+    hours = None if workflow.critical or step.type == "in_app" else hours_of(config, run.subscriber_id)
+    if hours is not None and step.outside != "send" and not hours.is_inside(now):
+        until = hold_until(hours, 0, now) if step.outside == "hold" else None
+        if until is None:
+            _pass_step(run, step, OUTSIDE_HOURS, now)
+        else:
+            job_id = insert_job(run.id, step.id, step.type, step.sender, "delayed", until, now)
+            execute("UPDATE jobs SET waits = 1 WHERE id = ?", job_id)
+            execute(_RUN_STEP, step.id, None, run.id)
+        return
     insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
     execute(_RUN_STEP, step.id, None, run.id)
 
 
+def _pass_step(run: ReadyRun, step: Any, reason: str, now: int) -> None:
+    """A step that is skipped: a job tells why, and the run goes on at once."""
+    insert_job(run.id, step.id, step.type, getattr(step, "sender", None), "skipped", now, now, reason)
+    execute(_RUN_STEP, step.id, now, run.id)
+
+
+def _why_passed(config: Config, run: ReadyRun, step: Any, now: int) -> str:
+    """Why a run goes past a step without it; '' when it does not. Raises PermanentFailure where it cannot be told."""
+    if run.step is None and run.event_id is not None and isinstance(step, DigestStep):
+        reason = row("SELECT reason FROM events WHERE id = ?", run.event_id)[0]
+        if reason:  # found out when the event was placed
+            return str(reason)
+    if step.when is not None and isinstance(step, (DigestStep, DelayStep)):  # a message asks when it is composed
+        job = WaitingJob(*row(_RUN_AT_STEP, step.id, step.type, run.id))
+        if not condition_holds(step.when, template_values(load_draft(config, job, now))):
+            return CONDITION_SAYS_NO
+    return ""
+
+
+def _begin_digest(config: Config, run: ReadyRun, step: DigestStep, now: int) -> None:
+    """A digest step further on: the run joins its window, or goes past as the first of a while."""
+    key = digest_key(step, first_payload(run.event_id, run.digest_id))
+    if step.start == "when_repeated" and not is_repeated(
+        config, run.workflow, step, run.subscriber_id, key, run.event_id, now, now
+    ):
+        _pass_step(run, step, f"the first within {duration_text(step.look_back)}", now)
+    else:
+        join_later_window(config, run.id, run.workflow, step, run.subscriber_id, key, now)
+
+
+_DELAY_UNITS = {
+    "second": SECOND, "minute": MINUTE, "hour": HOUR, "day": DAY, "week": 7 * DAY, "month": 30 * DAY
+}  # fmt: skip
+
+
+def told_delay(value: Any, zone: str, now: int, past: str) -> int:
+    """When a delay ends that a payload tells: an ISO date and time, in the zone where it has no offset, or {amount,
+    unit}. Raises RuleError for anything else, and for the past where `past` is fail; else the past is now."""
+    if isinstance(value, dict):
+        amount, unit = value.get("amount"), value.get("unit")
+        length = _DELAY_UNITS.get(unit.removesuffix("s")) if isinstance(unit, str) else None
+        if length is None:
+            raise RuleError(f"{shown(unit)} is not a unit; there are {', '.join(f'{name}s' for name in _DELAY_UNITS)}")
+        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount <= FAR_FUTURE / length:
+            raise RuleError(f"{shown(amount)} is not an amount; it must be a number of at least 0")
+        return now + int(amount * length)
+    if not isinstance(value, str):
+        raise RuleError(f"{shown(value)} is neither a date and time nor an object with amount and unit")
+    due_at = parse_instant(value, load_zone(zone))
+    if due_at <= now and past == "fail":
+        raise RuleError(f"{value!r} is in the past")
+    return max(due_at, now)
+
+
+def delay_ends_at(config: Config, run: ReadyRun, step: DelayStep, now: int) -> int:
+    """When a delay that begins now ends, in ms. Raises PermanentFailure with the reason when it cannot be told."""
+    if isinstance(step.delay, int):
+        return now + step.delay
+    found = row("SELECT timezone FROM subscribers WHERE subscriber_id = ?", run.subscriber_id)
+    zone = zone_of(config, config.workflows[run.workflow], found[0] if found else None)
+    try:
+        if step.delay is None:
+            return step.next_after(now, zone, step.id)
+        value = value_at({"payload": first_payload(run.event_id, run.digest_id)}, step.delay.split("."))
+        if value is None:
+            raise RuleError("the payload does not tell it")
+        due_at = told_delay(value, zone, now, step.past)
+        if due_at - now > config.daemon.max_window:
+            raise RuleError(f"{shown(value)} is over daemon.max_window, {duration_text(config.daemon.max_window)}")
+    except RuleError as error:
+        raise PermanentFailure(f"the delay {step.delay or step.id} cannot be: {error.message}") from None
+    return due_at
+
+
 def _lose_place(run: ReadyRun, reason: str, now: int) -> None:
-    """The config no longer holds the run's workflow or step: a failed job stands for what cannot go on, and `retry`
-    makes it look again."""
-    insert_job(run.id, f"after {run.step or 'the start'}", "next", None, "failed", now, now, reason)
+    """The run cannot go on from where it is, as its step was removed from the config or the next one cannot be begun: a
+    failed job stands for that, and `retry` makes it look again."""
+    [times] = row("SELECT count(*) FROM jobs WHERE run_id = ? AND type = 'next'", run.id)
+    place = f"after {run.step or 'the start'}{f', {times + 1}' if times else ''}"
+    insert_job(run.id, place, "next", None, "failed", now, now, reason)
     move(Run, run.id, "active", "failed", next_at=None, finished_at=now, reason=reason)
     log.error("run %s cannot go on: %s", run.id, reason)
 
@@ -3745,14 +4245,20 @@ def begin_step(config: Config, run: ReadyRun, now: int) -> None:
     if step is None:
         execute("UPDATE runs SET next_at = NULL WHERE id = ?", run.id)
         settle_runs([run.id], now)
-    elif isinstance(step, DigestStep):
-        key = digest_key(step, first_payload(run.event_id, run.digest_id))
-        join_later_window(config, run.id, run.workflow, step, run.subscriber_id, key, now)
-    elif isinstance(step, DelayStep):
-        insert_job(run.id, step.id, "delay", None, "delayed", now + step.delay, now)
-        execute(_RUN_STEP, step.id, None, run.id)
-    else:
-        _begin_channel(config, run, workflow, step, now)
+        return
+    try:
+        passed = _why_passed(config, run, step, now)
+        if passed:
+            _pass_step(run, step, passed, now)
+        elif isinstance(step, DigestStep):
+            _begin_digest(config, run, step, now)
+        elif isinstance(step, DelayStep):
+            insert_job(run.id, step.id, "delay", None, "delayed", delay_ends_at(config, run, step, now), now)
+            execute(_RUN_STEP, step.id, None, run.id)
+        else:
+            _begin_channel(config, run, workflow, step, now)
+    except PermanentFailure as error:
+        _lose_place(run, f"step {step.id}: {error.message}", now)
 
 
 def _begin_or_fail(config: Config, run: ReadyRun, now: int) -> None:
@@ -3811,13 +4317,32 @@ def promote_jobs(config: Config, now: int) -> int:
     """Stage: jobs (delayed) that are due -> waiting. Delays that end and have nothing more to wait for go on to
     completed at once, and their runs to the next step. The same few statements for all."""
     due = rows(_DUE_JOBS, now, BATCH)
-    is_plain = {place: _is_plain_delay(config, *place) for place in {tuple(place) for _, _, *place in due}}
-    delays = {job_id: run_id for job_id, run_id, *place in due if is_plain[tuple(place)]}
+    is_plain = {place: _is_plain_delay(config, *place) for place in {tuple(place) for _, _, _, *place in due}}
+    delays = {job_id: run_id for job_id, _, run_id, *place in due if is_plain[tuple(place)]}
     if delays:
         ended = move_all(Job, delays, "delayed", "completed", "", _AT_ONCE, taken_at=now, finished_at=now)
         execute(_NEXT_STEPS, now, json.dumps([delays[job_id] for job_id in ended]))
-    move_all(Job, [job_id for job_id, *_ in due if job_id not in delays], "delayed", "waiting")
+    held = [job_id for job_id, is_held, *_ in due if is_held and not _goes_now(config, job_id, now)]
+    others = {job_id for job_id, *_ in due} - delays.keys() - set(held)
+    move_all(Job, sorted(others), "delayed", "waiting")
     return len(due)
+
+
+def _goes_now(config: Config, job_id: int, now: int) -> bool:
+    """Whether a channel step's job that waited for the subscriber's hours may go to its sender. If not, it waits again,
+    or has waited three times and is skipped."""
+    job = WaitingJob(*row(_JOBS + " WHERE j.id = ?", job_id))
+    workflow = config.workflows.get(job.workflow or "")
+    hours = hours_of(config, job.subscriber_id)
+    if workflow is None or workflow.critical or hours is None or hours.is_inside(now):
+        return True
+    until = hold_until(hours, job.waits, now)
+    if until is not None:
+        move_all(Job, [job_id], "delayed", "delayed", "", _AT_ONCE, due_at=until, waits=job.waits + 1)
+    else:
+        move_all(Job, [job_id], "delayed", "skipped", "", _AT_ONCE, finished_at=now, reason=OUTSIDE_HOURS)
+        go_on(config, [job.run_id], job.workflow, job.step, now)
+    return False
 
 
 def _is_plain_delay(config: Config, kind: str, workflow_name: str | None, step_id: str, run_step: str | None) -> bool:
@@ -3880,8 +4405,11 @@ def _find_place(config: Config, job: WaitingJob, now: int) -> None:
 def _finish_in_app(config: Config, job: WaitingJob, now: int) -> None:
     try:
         draft = load_draft(config, job, now)
-        write_inbox(draft, compose(draft), now)
-        move(Job, job.id, "active", "completed", finished_at=now)
+        if is_wanted(draft):
+            write_inbox(draft, compose(draft), now)
+            move(Job, job.id, "active", "completed", finished_at=now)
+        else:
+            move(Job, job.id, "active", "skipped", finished_at=now, reason=CONDITION_SAYS_NO)
     except PermanentFailure as error:
         move(Job, job.id, "active", "failed", finished_at=now, reason=error.message)
     go_on(config, [job.run_id], job.workflow, job.step, now)
@@ -3924,16 +4452,6 @@ def write_inbox(draft: Draft, message: Message, now: int) -> None:
 # -- drafts: what a message is composed from ---------------------------------------------------------------------------
 
 
-def _person(job: WaitingJob) -> dict[str, Any]:
-    """A subscriber as templates and webhooks see it; only the fields that are set."""
-    person: dict[str, Any] = {"subscriberId": job.subscriber_id}
-    for name, column in SUBSCRIBER_FIELDS.items():
-        value = getattr(job, column)
-        if value is not None:
-            person[name] = json.loads(value) if name == "data" else value
-    return person
-
-
 def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Draft:
     """All that the message of a job is made from, as the config and the rows say now. `count` is the number of a
     repeatable's run. Raises PermanentFailure with the reason when there is none to make."""
@@ -3943,22 +4461,29 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
     step = workflow.step(job.step) if workflow else None
     if workflow is None or step is None:
         raise PermanentFailure("step removed" if workflow else "workflow removed")
-    sender = config.senders[step.sender] if step.sender is not None else None
+    name = getattr(step, "sender", None)
+    sender = config.senders[name] if name is not None else None
     if job.event_id is not None and job.payload is not None:  # one event alone, read with the job
         events = [DigestedEvent(job.event_id, job.received_at or 0, job.payload, job.transaction_id)]
     else:
         events = load_events(job.event_id, job.digest_id, job.has_earlier)
     draft = Draft(
         job.id, job.public_id, job.type, sender, step, now, job.created_at, workflow=job.workflow, step=job.step,
-        subscriber=_person(job), digest_id=job.digest_id, events=events,
+        subscriber=person_of(job.subscriber_id, job.person), digest_id=job.digest_id, events=events,
+        digests=workflow.digests,
     )  # fmt: skip
     if job.digest_id is not None:
         draft.has_digest, draft.digest_key = True, job.digest_key or ""
         draft.steps[job.digest_step or ""] = draft.events
         _load_earlier(draft, job.digest_id if job.has_earlier else None)
-    else:
-        _pass_digests(draft, workflow)
+    _pass_digests(draft, workflow)
     return draft
+
+
+def is_wanted(draft: Draft) -> bool:
+    """Whether the condition of a message's step says yes, or there is none. Raises PermanentFailure."""
+    condition = getattr(draft.content, "when", None)
+    return condition is None or condition_holds(condition, template_values(draft))
 
 
 def _load_earlier(draft: Draft, digest_id: int | None) -> None:
@@ -3971,11 +4496,12 @@ def _load_earlier(draft: Draft, digest_id: int | None) -> None:
 
 
 def _pass_digests(draft: Draft, workflow: WorkflowSettings) -> None:
-    """A run from one event that went past digest steps alone: each of them reports that event."""
+    """Digest steps that the run went past without a window: each of them reports the events that the run is about."""
     for step in workflow.steps[: workflow.places[draft.step or ""]]:
-        if isinstance(step, DigestStep):
-            draft.has_digest = True
-            draft.digest_key = digest_key(step, json.loads(draft.events[0].payload_text) if draft.events else {})
+        if isinstance(step, DigestStep) and step.id not in draft.steps:
+            if draft.digest_id is None:
+                draft.has_digest = True
+                draft.digest_key = digest_key(step, json.loads(draft.events[0].payload_text) if draft.events else {})
             draft.steps[step.id] = draft.events
 
 
@@ -4013,35 +4539,9 @@ def _clean_line(text: str) -> str:
     return line if len(line) <= MAX_SUBJECT else line[: MAX_SUBJECT - 1] + "…"
 
 
-def _step_values(events: Sequence[DigestedEvent]) -> dict[str, Any]:
-    """What a digest step leaves for templates: steps.<id>.events, eventCount, and Novu's two summaries."""
-    listed = [
-        {"id": str(event.id), "time": iso_text(event.time_at), "payload": json.loads(event.payload_text)}
-        for event in events
-    ]
-    return {
-        "events": listed,
-        "eventCount": len(listed),
-        "countSummary": filter_pluralize(len(listed), "notification", "notifications"),
-        "sentenceSummary": filter_to_sentence(listed, "payload.name", 2, "other"),
-    }
-
-
-def _template_context(draft: Draft) -> dict[str, Any]:
-    if draft.repeatable:
-        facts = draft.repeatable
-        return {"repeatable": facts, "slot": facts["slot"], "count": facts["count"], "data": facts["data"]}
-    return {
-        "payload": json.loads(draft.events[0].payload_text) if draft.events else {},
-        "subscriber": draft.subscriber,
-        "workflow": {"name": draft.workflow},
-        "steps": {step: _step_values(events) for step, events in draft.steps.items()},
-    }
-
-
 def render_content(draft: Draft) -> dict[str, Any]:
     """The subject, text and html that the step has templates for. Raises PermanentFailure."""
-    context = _template_context(draft) if draft.content.takes_values else {}
+    context = template_values(draft) if draft.content.takes_values else {}
     rendered: dict[str, Any] = {}
     for name, text in draft.content.templates.items():
         words = render_template(text, context, html=name == "html")
@@ -4107,7 +4607,11 @@ def _readable(draft: Draft, rendered: dict[str, Any]) -> str:
         return str(rendered["text"])
     if draft.repeatable:
         return f"{draft.repeatable['name']}, run {draft.repeatable['count']}, {draft.repeatable['slot']}\n"
-    return "".join(f"- {iso_text(event.time_at)} {event.payload_text}\n" for event in draft.events)
+    step = next((step for name, step in reversed(draft.digests.items()) if name in draft.steps), None)
+    most = step.show if step is not None and step.show else len(draft.events)
+    listed = [f"- {iso_text(event.time_at)} {event.payload_text}\n" for event in in_order(step, draft.events)[:most]]
+    rest = len(draft.events) - len(listed)
+    return "".join([*listed, f"… and {rest} more\n" if rest else ""])
 
 
 def _default_subject(draft: Draft, rendered: dict[str, Any]) -> str:
@@ -4279,6 +4783,9 @@ def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft
     """The draft of a job's first try; None where there is nothing to send, and the job has ended with the reason."""
     try:
         draft = load_draft(config, job, now, count)
+        if not is_wanted(draft):
+            _end_without_sending(config, job, "skipped", CONDITION_SAYS_NO, now)
+            return None
         missing = missing_address(draft)
         if missing is None:
             return draft
@@ -5009,6 +5516,13 @@ def purge(before: int, limit: int = 50) -> int:
     return len(old) + _purge_discarded(before, limit)
 
 
+def purge_arrivals(before: int, limit: int = 1000) -> int:
+    """Delete what came to steps that start when repeated before an instant that no look-back reaches; how many."""
+    return execute(
+        "DELETE FROM arrivals WHERE id IN (SELECT id FROM arrivals WHERE arrived_at < ? LIMIT ?)", before, limit
+    )
+
+
 def _purge_discarded(before: int, limit: int) -> int:
     """Windows that were emptied, and events that were cancelled, go the same way."""
     digests = [
@@ -5487,7 +6001,7 @@ class Daemon:
     def _purge(self) -> None:
         before = self.clock.now() - self.config.daemon.retention
         with transaction():
-            gone = purge(before)
+            gone = purge(before) + purge_arrivals(self.clock.now() - self.config.longest_look_back)
         if gone:
             self.loop.call_later(0.1, self._guarded, self._purge)
 
@@ -5636,11 +6150,16 @@ class Ready:
         """All has been written."""
 
 
-def error_body(status: int, message: str, path: str, now: int, field: str = "general") -> dict[str, Any]:
+def error_body(
+    status: int, message: str, path: str, now: int, field: str = "general", problems: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
     """An error in the shape that the SDKs can read: for 400 a list of errors, for 422 an object of messages."""
     body: dict[str, Any] = {"statusCode": status, "timestamp": iso_text(now), "path": path, "message": message}
     if status == 400:
         body |= {"type": "VALIDATION_ERROR", "errors": [{"field": field, "message": message}]}
+        if problems:
+            listed = [{"field": where, "message": what} for where, what in problems]
+            body |= {"type": "PAYLOAD_VALIDATION_ERROR", "errors": listed}
     elif status == 422:
         messages = {"messages": [message], "value": None}
         body["errors"] = {"general": messages, field: messages}
@@ -5742,7 +6261,8 @@ class Api:
         """What a request that went wrong is answered."""
         now = self.daemon.clock.now()
         if isinstance(error, Rejected):
-            return Answer(error.status, error_body(error.status, error.message, path, now, error.field))
+            body = error_body(error.status, error.message, path, now, error.field, error.problems)
+            return Answer(error.status, body)
         if isinstance(error, (TimeoutError, asyncio.CancelledError)):
             body = error_body(503, "the database is busy; nothing was stored", path, now)
             return Answer(503, body, "Retry-After: 1\r\n")
@@ -6049,6 +6569,7 @@ class Simulation:
         self.kept: dict[int, Claim] = {}  # by job: what was sent
         self.merged: set[int] = set()  # runs, jobs and specs of which has been told
         self.taken: set[int] = set()
+        self.waits: dict[int, int] = {}  # by job: of how many waits has been told
         self.ended: set[int] = set()
         self.over: set[tuple[int, str]] = set()
 
@@ -6334,6 +6855,12 @@ class Simulation:
             yield self._told(
                 what, **self._job_fields(job_id), attempt=number, reason=reason if what != "sent" else None, until=until
             )
+        for job_id, waits, due_at in rows(
+            "SELECT id, waits, due_at FROM jobs WHERE state = 'delayed' AND waits > 0 AND tries = 0 ORDER BY id"
+        ):
+            if self.waits.get(job_id) != waits:
+                self.waits[job_id] = waits
+                yield self._told("held", **self._job_fields(job_id), until=iso_text(due_at), waits=waits)
         for job_id, state, reason in rows(
             "SELECT j.id, j.state, j.reason FROM jobs j WHERE j.finished_at = ? AND j.state IN ('skipped', 'failed')"
             " AND NOT EXISTS (SELECT 1 FROM attempts a WHERE a.job_id = j.id) ORDER BY j.id", self.clock.now()
@@ -6738,6 +7265,15 @@ def command_retry(arguments: argparse.Namespace) -> int:
     return 0 if retried or arguments.all else 1
 
 
+def command_release(arguments: argparse.Namespace) -> int:
+    """A window ends now, whatever it waits for, and its digest goes out; exit 1 when it is not open."""
+    config = config_of(arguments)
+    with store_of(config) as now, _store_errors(str(config.database)), transaction():
+        released = release_window(arguments.digest, now)
+    show(arguments, {"released": released}, "released" if released else "no such window is open")
+    return 0 if released else 1
+
+
 def command_sql(arguments: argparse.Namespace) -> int:
     """A query, or the sqlite3 shell, on the database, read-only, so that nothing is locked or changed by looking."""
     config = config_of(arguments)
@@ -6761,6 +7297,124 @@ def command_schema(arguments: argparse.Namespace) -> int:
         json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "digestd", **schema}, indent=2)
     )
     return 0
+
+
+# -- trying out --------------------------------------------------------------------------------------------------------
+
+
+def _step_named(config: Config, workflow_name: str, step_id: str) -> Any:
+    """A step that sends something, by the names on the command line. Raises UsageError."""
+    workflow = config.workflows.get(workflow_name)
+    if workflow is None:
+        words = nearest(workflow_name, list(config.workflows))
+        raise UsageError(f"no workflow is called {workflow_name!r}; {words}")
+    steps = {step.id: step for step in workflow.steps if isinstance(step, (ChannelStep, InAppStep))}
+    if step_id not in steps:
+        raise UsageError(
+            f"no step of {workflow_name} that sends something is called {step_id!r}; {nearest(step_id, list(steps))}"
+        )
+    return steps[step_id]
+
+
+def _sample_draft(arguments: argparse.Namespace, config: Config, step: Any, now: int) -> Draft:
+    """What the message of a step would be made from, of payloads given on the command line: an object, or a list of
+    them, one for each event."""
+    given = _payload_argument(arguments.payload)
+    payloads = given if isinstance(given, list) else [given]
+    if not all(isinstance(payload, dict) for payload in payloads):
+        raise UsageError("a payload is an object; for several events give a list of them")
+    workflow = config.workflows[arguments.workflow]
+    events = [
+        DigestedEvent(number, now, json_text(conform(workflow, payload)), f"preview-{number}")
+        for number, payload in enumerate(payloads, 1)
+    ]
+    [to] = _recipient_argument(arguments.to)
+    person = to if isinstance(to, dict) else {"subscriberId": to}
+    check_subscriber_fields(person)
+    draft = Draft(0, "msg_preview", step.type, None, step, now, now, arguments.workflow, step.id, person, events=events)
+    passed = [name for name in workflow.digests if workflow.places[name] < workflow.places[step.id]]
+    if passed:
+        draft.digest_id, draft.has_digest = 0, True
+        draft.digest_key = digest_key(
+            workflow.digests[passed[-1]], json.loads(events[0].payload_text) if events else {}
+        )
+    draft.steps = dict.fromkeys(passed, events)
+    draft.digests = workflow.digests
+    return draft
+
+
+def _window_draft(arguments: argparse.Namespace, config: Config, step: Any, now: int) -> Draft:
+    """The same of a window that there is: what it would send if it ended now."""
+    found = row("SELECT workflow, step, subscriber_id, key FROM digests WHERE id = ?", arguments.digest)
+    if not found or found[0] != arguments.workflow:
+        raise UsageError(f"there is no window {arguments.digest} of the workflow {arguments.workflow}")
+    _, digest_step, subscriber_id, key = found
+    events = load_events(None, arguments.digest)
+    return Draft(
+        0, "msg_preview", step.type, None, step, now, now, arguments.workflow, step.id, load_person(subscriber_id),
+        arguments.digest, key, True, events, {digest_step: events},
+        digests=config.workflows[arguments.workflow].digests,
+    )  # fmt: skip
+
+
+def command_preview(arguments: argparse.Namespace) -> int:
+    """The message of a step, as it would be sent; nothing is. Of a payload given, or of a window that there is."""
+    config, now = config_of(arguments, templates=True), SystemClock().now()
+    step = _step_named(config, arguments.workflow, arguments.step)
+    if arguments.digest is not None:
+        with store_of(config), _store_errors(str(config.database)):
+            draft = _window_draft(arguments, config, step, now)
+    else:
+        draft = _sample_draft(arguments, config, step, now)
+    draft.sender = config.senders[step.sender] if step.sender is not None else None
+    wanted, missing = is_wanted(draft), missing_address(draft)
+    if missing is not None:
+        draft.subscriber = {**draft.subscriber, "email": "somebody@example.org"}
+    message = compose(draft)
+    for words in ([] if wanted else [f"it would be skipped: {CONDITION_SAYS_NO}"]) + [missing] * (missing is not None):
+        print(f"digestd: {words}", file=sys.stderr)
+    facts = {"sender": step.sender, "to": message.to, "subject": message.subject, "contentType": message.content_type}
+    head = "".join(f"{name}: {value}\n" for name, value in facts.items() if value is not None)
+    show(arguments, {**facts, "wanted": wanted, "body": message.body}, f"{head}\n{message.body}".rstrip("\n"))
+    return 0
+
+
+def _test_claim(config: Config, name: str, to: str | None, now: int) -> Claim:
+    """A message that says what it is, for one sender. Raises UsageError where an address is missing."""
+    text = f"This is a test of the sender {name}. If you can read it, it works.\n"
+    content = Content.model_construct(subject=f"A test of the sender {name}", text=text)
+    person = {"subscriberId": "test", **({"email": to} if to else {})}
+    draft = Draft(0, new_public_id("msg", now), "test", config.senders[name], content, now, now, "test", "test", person)
+    missing = missing_address(draft)
+    if missing is not None:
+        raise UsageError(f"{missing if to else 'a mail needs an address'}: digestd test {name} --to you@example.org")
+    return Claim(0, 0, 1, now, draft.public_id, name, draft.sender, message=compose(draft))
+
+
+async def _try_once(claim: Claim) -> SendResult:
+    senders = Senders()
+    try:
+        return await senders.send(claim)
+    finally:
+        await senders.close()
+
+
+def command_test(arguments: argparse.Namespace) -> int:
+    """Send one message by a sender, now, and say what came of it; nothing is stored."""
+    config, clock = config_of(arguments, secrets=True), SystemClock()
+    if arguments.sender not in config.senders:
+        words = nearest(arguments.sender, list(config.senders))
+        raise UsageError(f"no sender is called {arguments.sender!r}; {words}")
+    claim = _test_claim(config, arguments.sender, arguments.to, clock.now())
+    began = clock.monotonic()
+    log.setLevel(logging.INFO)  # a sender of type log prints there
+    result = asyncio.run(_try_once(claim))
+    took_ms = int((clock.monotonic() - began) * SECOND)
+    facts = {"outcome": result.outcome, "status": result.status_code, "reason": result.reason, "tookMs": took_ms}
+    words = "sent" if result.outcome == "sent" else f"not sent, a {result.outcome} failure"
+    said = f": {one_line(result.reason)}" if result.reason else ""
+    show(arguments, facts, f"{words}, after {took_ms} ms{said}")
+    return 0 if result.outcome == "sent" else 1
 
 
 # -- calendars and simulation ------------------------------------------------------------------------------------------
@@ -6898,10 +7552,26 @@ def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     retry = add("retry", command_retry, "try failed jobs again")
     retry.add_argument("job", nargs="?", type=functools.partial(_count, most=2**62), metavar="JOB")
     retry.add_argument("--all", action="store_true")
+    release = add("release", command_release, "end a window now")
+    release.add_argument("digest", type=functools.partial(_count, most=2**62), metavar="DIGEST")
     add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument(
         "query", nargs="?", metavar="SQL"
     )
     add("schema", command_schema, "the JSON Schema of the config, for editors")
+
+
+def _add_trying_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    preview = add("preview", command_preview, "the message of a step, as it would be sent")
+    preview.add_argument("workflow", metavar="WORKFLOW")
+    preview.add_argument("step", metavar="STEP")
+    preview.add_argument(
+        "--payload", metavar="JSON", help="of one event, or a list of several: JSON, @file, or - for standard input"
+    )
+    preview.add_argument("--to", metavar="ID", default="somebody", help="a subscriber id, or JSON with subscriberId")
+    preview.add_argument("--digest", type=functools.partial(_count, most=2**62), metavar="N", help="of this window")
+    test = add("test", command_test, "send one message by a sender, now")
+    test.add_argument("sender", metavar="SENDER")
+    test.add_argument("--to", metavar="ADDRESS", help="for mail: where to")
 
 
 def _add_calendar_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -6936,6 +7606,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("file", nargs="?", metavar="FILE")
     _add_event_commands(add)
     _add_looking_commands(add)
+    _add_trying_commands(add)
     _add_calendar_commands(add)
     add("migrate", command_migrate, "bring the database to the newest schema")
     return parser

@@ -55,6 +55,18 @@ CREATE TABLE digests (
 CREATE UNIQUE INDEX one_open_window ON digests (key, subscriber_id, workflow, step) WHERE state IN ('open', 'held');
 CREATE INDEX digests_due ON digests (due_at) WHERE state IN ('open', 'held');
 
+CREATE TABLE arrivals (                 -- what reached a digest step that starts when repeated, for its look-back
+    id              INTEGER PRIMARY KEY,
+    workflow        TEXT NOT NULL,
+    step            TEXT NOT NULL,
+    subscriber_id   TEXT NOT NULL,
+    key             TEXT NOT NULL,
+    event_id        INTEGER,            -- where it was one event: once that is cancelled, this does not count
+    arrived_at      INTEGER NOT NULL
+) STRICT;
+CREATE INDEX arrivals_of_key ON arrivals (key, subscriber_id, workflow, step, arrived_at);
+CREATE INDEX arrivals_arrived ON arrivals (arrived_at);
+
 CREATE TABLE events (
     id              INTEGER PRIMARY KEY,
     workflow        TEXT NOT NULL,

@@ -1,3 +1,7 @@
+CREATE INDEX arrivals_arrived ON arrivals (arrived_at);
+
+CREATE INDEX arrivals_of_key ON arrivals (key, subscriber_id, workflow, step, arrived_at);
+
 CREATE INDEX digest_runs_of_digest ON digest_runs (digest_id);
 
 CREATE INDEX digests_due ON digests (due_at) WHERE state IN ('open', 'held');
@@ -34,6 +38,16 @@ CREATE INDEX runs_finished ON runs (finished_at) WHERE state IN ('completed', 'c
 CREATE INDEX runs_next ON runs (next_at) WHERE next_at IS NOT NULL;
 
 CREATE UNIQUE INDEX runs_seq ON runs (repeatable_id, seq) WHERE repeatable_id IS NOT NULL;
+
+CREATE TABLE arrivals (                 -- what reached a digest step that starts when repeated, for its look-back
+    id              INTEGER PRIMARY KEY,
+    workflow        TEXT NOT NULL,
+    step            TEXT NOT NULL,
+    subscriber_id   TEXT NOT NULL,
+    key             TEXT NOT NULL,
+    event_id        INTEGER,            -- where it was one event: once that is cancelled, this does not count
+    arrived_at      INTEGER NOT NULL
+) STRICT;
 
 CREATE TABLE attempts (                 -- one row per try, written before the send
     id              INTEGER PRIMARY KEY,

@@ -602,15 +602,15 @@ def test_a_scheduled_window_ends_at_the_next_boundary_in_the_zone(row, tmp_path)
         assert texts([closes, step.closes_at(closes, row["tz"])]) == [row["closes"], row["next_close"]]
 
 
-# The rows of kind lookback belong to start = "when_repeated".
+def length(span):
+    return f"{span['amount']}{UNITS[span['unit']]}"
 
 
-@pytest.mark.parametrize("row", params([row for row in WINDOWS if row["kind"] == "sequence"]))
-def test_events_in_sequence_fall_into_the_windows_of_the_row(row, world):
-    window = f"{row['window']['amount']}{UNITS[row['window']['unit']]}"
+def play_events(world, row, settings):
+    """The events of a row, at their times, through a digest step; what was sent, when."""
     w = world(
         '[senders.hook]\ntype = "webhook"\nurl = "http://127.0.0.1:9/"\n'
-        + f'{DIGEST}key = "payload.k"\nwindow = "{window}"\n'
+        + f'{DIGEST}key = "payload.k"\nwindow = "{length(row["window"])}"\n{settings}'
         + '[[workflows.w.steps]]\nid = "send"\ntype = "chat"\nsender = "hook"\n'
     )
     w.clock.at = at_ms(row["events"][0]["at"]) - 1
@@ -618,8 +618,29 @@ def test_events_in_sequence_fall_into_the_windows_of_the_row(row, world):
         # What is due before the event happens first; what is due with it meets the event before any tick.
         w.run_until(at_ms(event["at"]) - 1)
         w.clock.at = at_ms(event["at"])
-        w.trigger("w", event["subscriber"], {"k": event["key"], "id": event["id"]})
+        w.trigger("w", event.get("subscriber", "s1"), {"k": event["key"], "id": event["id"]})
     w.advance("1h")
+    return w
+
+
+@pytest.mark.parametrize("row", params([row for row in WINDOWS if row["kind"] == "lookback"]))
+def test_a_digest_that_starts_when_repeated_sends_the_first_at_once(row, world):
+    w = play_events(world, row, f'start = "when_repeated"\nlook_back = "{length(row["lookback"])}"\n')
+    sent = [
+        {
+            "at": digestd.iso_text(at),
+            "type": "immediate" if body["data"]["digest"]["id"] is None else "digest",
+            "key": body["data"]["digest"]["key"],
+            "events": [event["payload"]["id"] for event in body["data"]["digest"]["events"]],
+        }
+        for (at, _, _), body in zip(w.sent, w.bodies(), strict=True)
+    ]
+    assert sent == row["expected"]
+
+
+@pytest.mark.parametrize("row", params([row for row in WINDOWS if row["kind"] == "sequence"]))
+def test_events_in_sequence_fall_into_the_windows_of_the_row(row, world):
+    w = play_events(world, row, "")
     sent = [
         {
             "at": digestd.iso_text(at),

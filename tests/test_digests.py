@@ -287,6 +287,212 @@ def test_windows_that_end_together_are_each_held_closed_or_discarded_for_themsel
     assert w.rows("SELECT digest_id FROM events ORDER BY id DESC LIMIT 2") == [(6,), (1,)]
 
 
+# -- start when repeated -----------------------------------------------------------------------------------------------
+
+REPEATED = BASIC.replace('window = "10m"', 'window = "10m"\nstart = "when_repeated"\nlook_back = "5m"')
+
+
+def test_a_cancelled_event_does_not_count_as_the_one_before(world):
+    chat = '[[workflows.comments.steps]]\nid = "chat"'
+    w = world(REPEATED.replace(chat, WAIT + chat))
+    w.trigger("comments", payload={"postId": 1, "n": 1}, id="t1")
+    assert w.cancel("t1")
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    assert w.one("SELECT count(*) FROM digests") == 0
+    w.trigger("comments", payload={"postId": 1, "n": 3})
+    assert w.one("SELECT count(*) FROM digests") == 1
+
+
+WAIT = '[[workflows.comments.steps]]\nid = "wait"\ntype = "delay"\ndelay = "1h"\n'
+
+
+def test_a_look_back_reaches_over_a_restart_and_past_the_retention(world):
+    w = world(REPEATED)
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    w.tick()
+    w.crash()
+    w.open()
+    w.advance("5m")
+    with digestd.transaction():
+        assert digestd.purge(w.now) == 1 and w.one("SELECT count(*) FROM events") == 0
+        assert digestd.purge_arrivals(w.now - w.config.longest_look_back) == 0
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    assert w.one("SELECT state FROM digests") == "open"
+    w.advance("10m")
+    with digestd.transaction():
+        assert digestd.purge_arrivals(w.now - w.config.longest_look_back) == 2
+    assert w.digested() == [[{"postId": 1, "n": 1}], [{"postId": 1, "n": 2}]]
+
+
+def test_a_window_that_is_held_counts_as_open_however_long_ago_its_events_came(world):
+    w = world(REPEATED.replace("look_back", "extend_to_schedule = true\nlook_back"))
+    at_friday(w)
+    for number in (1, 2):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    w.advance("1d")
+    assert w.one("SELECT state FROM digests") == "held"
+    w.trigger("comments", payload={"postId": 1, "n": 3})
+    assert w.one("SELECT count(*) FROM events WHERE digest_id = 1") == 2
+
+
+def test_an_event_alone_says_why_and_its_digest_step_reports_it(world):
+    text = "{{ steps.digest.eventCount }} {{ steps.digest.events[0].payload.n }}"
+    w = world(REPEATED.replace('sender = "hook"', f'sender = "hook"\ntext = "{text}"'))
+    w.trigger("comments", payload={"postId": 1, "n": 7})
+    w.tick()
+    [body] = w.bodies()
+    assert body["data"]["text"] == "1 7" and body["data"]["digest"]["id"] is None
+    assert w.one("SELECT type, state, reason FROM jobs WHERE step = 'digest'") == (
+        "digest", "skipped", "the first within 5m"
+    )  # fmt: skip
+
+
+def test_a_later_digest_step_that_starts_when_repeated_lets_the_first_run_past(world):
+    w = world(BASIC + TWO.replace('id = "daily"', 'id = "daily"\nstart = "when_repeated"\nlook_back = "3h"'))
+    sent = []
+    for number in range(3):
+        w.trigger("twice", payload={"k": 1, "n": number})
+        w.advance("90m")
+        sent.append([len(events) for events in w.digested()])
+    w.advance("2d")
+    assert sent[0] == [1] and [len(events) for events in w.digested()] == [1, 2]
+
+
+# -- windows that end otherwise ----------------------------------------------------------------------------------------
+
+
+def test_a_window_that_is_full_ends_at_once_and_the_next_event_opens_another(world):
+    w = world(BASIC.replace('window = "10m"', 'window = "10m"\nmax_events = 3'))
+    for number in range(7):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+        w.tick()
+    assert [[event["n"] for event in events] for events in w.digested()] == [[0, 1, 2], [3, 4, 5]]
+    assert w.rows("SELECT state, reason FROM digests") == [
+        ("closed", "it has max_events, 3"), ("closed", "it has max_events, 3"), ("open", None)
+    ]  # fmt: skip
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()][2:] == [[6]]
+
+
+def test_a_bulk_of_triggers_fills_windows_one_after_the_other(world):
+    w = world(BASIC.replace('window = "10m"', 'window = "10m"\nmax_events = 2'))
+    bodies = [{"name": "comments", "to": "s1", "payload": {"postId": 1, "n": number}} for number in range(5)]
+    with digestd.transaction():
+        digestd.take_triggers(w.config, [digestd.check_trigger(w.config, body, w.now) for body in bodies], w.now)
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_cancelled_event_leaves_room_in_a_window_with_a_limit(world):
+    w = world(BASIC.replace('window = "10m"', 'window = "10m"\nmax_events = 3'))
+    for number in range(2):
+        w.trigger("comments", payload={"postId": 1, "n": number}, id=f"t{number}")
+    assert w.cancel("t0")
+    states = []
+    for number in range(2, 4):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+        states.append(w.one("SELECT state FROM digests"))
+    assert states == ["open", "closed"]
+
+
+def test_a_full_window_outside_the_hours_is_held_and_collects_on(world):
+    w = world(HOURS.replace('window = "10m"', 'window = "10m"\nmax_events = 2'))
+    at_friday(w)
+    for number in range(4):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    assert w.rows("SELECT state, waits FROM digests") == [("held", 1)]
+    w.run_until(digestd.parse_instant("2026-03-09T09:00:00Z"))
+    assert [len(events) for events in w.digested()] == [4]
+
+
+def release(w, window_id):
+    with digestd.transaction():
+        return digestd.release_window(window_id, w.now)
+
+
+def test_a_window_is_released_once_also_while_it_is_held(world):
+    w = world(HOURS)
+    at_friday(w)
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    assert release(w, 1) and not release(w, 1) and not release(w, 2)
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    w.advance("1d")
+    assert w.one("SELECT state FROM digests WHERE id = 2") == "held"
+    assert release(w, 2)
+    w.trigger("comments", payload={"postId": 1, "n": 3})
+    assert w.rows("SELECT id, state, reason FROM digests") == [
+        (1, "closed", "released"), (2, "closed", "released"), (3, "open", None)
+    ]  # fmt: skip
+    assert w.rows("SELECT digest_id FROM events ORDER BY id") == [(1,), (2,), (3,)]
+
+
+def test_a_released_window_cannot_be_cancelled_any_more(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1}, id="t1")
+    assert release(w, 1) and not w.cancel("t1")
+    w.tick()
+    assert len(w.sent) == 1
+
+
+@pytest.mark.parametrize(("order", "shown"), [("oldest", "01"), ("newest", "43")])
+def test_templates_see_what_the_step_shows_and_count_all(world, order, shown):
+    text = "{{ steps.digest.eventCount }}:{% for e in steps.digest.events %}{{ e.payload.n }}{% endfor %}"
+    w = world(
+        BASIC.replace('window = "10m"', f'window = "10m"\nshow = 2\norder = "{order}"')
+        .replace('sender = "hook"', f'sender = "hook"\ntext = "{text}"')
+    )  # fmt: skip
+    for number in range(5):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    w.advance("10m")
+    [body] = w.bodies()
+    assert body["data"]["text"] == f"5:{shown}" and body["data"]["digest"]["eventCount"] == 5
+    assert [event["payload"]["n"] for event in body["data"]["digest"]["events"]] == [0, 1, 2, 3, 4]
+
+
+# -- conditions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_whose_condition_says_no_lets_the_event_go_on_alone(world):
+    w = world(BASIC.replace('window = "10m"', 'window = "10m"\nwhen = "payload.n > 10"'))
+    for number in (1, 11, 12):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    w.tick()
+    assert w.digested() == [[{"postId": 1, "n": 1}]]
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1], [11, 12]]
+    assert w.one("SELECT state, reason FROM jobs WHERE type = 'digest'") == ("skipped", "its condition says no")
+
+
+def test_a_condition_that_cannot_be_told_fails_that_event_alone(world):
+    w = world(BASIC.replace('window = "10m"', 'window = "10m"\nwhen = "payload.n > 10"'))
+    w.trigger("comments", payload={"postId": 1, "n": "many"})
+    w.trigger("comments", payload={"postId": 1, "n": 11})
+    w.advance("10m")
+    assert w.digested() == [[{"postId": 1, "n": 11}]]
+    state, reason = w.one("SELECT state, reason FROM events WHERE id = 1")
+    assert state == "failed" and reason.startswith("the condition cannot be told: ")
+
+
+def test_a_condition_sees_the_subscriber_as_it_is_now(world):
+    w = world(BASIC.replace('window = "10m"', 'window = "10m"\nwhen = "subscriber.data.plan != \'pro\'"'))
+    w.subscriber("s1", data={"plan": "pro"})
+    w.trigger("comments", payload={"postId": 1})
+    w.subscriber("s1", data={"plan": "free"})
+    w.trigger("comments", payload={"postId": 1})
+    assert w.rows("SELECT digest_id FROM events ORDER BY id") == [(None,), (1,)]
+
+
+def test_a_later_digest_whose_condition_says_no_is_passed_with_all_events_in_it(world):
+    w = world(BASIC + TWO.replace('id = "daily"', 'id = "daily"\nwhen = "payload.n > 10"'))
+    for number in (1, 2):
+        w.trigger("twice", payload={"k": 1, "n": number})
+    w.advance("1h")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2]]
+
+
+# -- what somebody did by hand -----------------------------------------------------------------------------------------
+
+
 def test_a_deleted_window_is_nobodys_and_stops_nothing(world):
     w = world()
     w.trigger("comments", payload={"postId": 1})
