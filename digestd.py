@@ -1412,10 +1412,8 @@ class PayloadRule:
 
     def problems(self, payload: dict[str, Any]) -> list[tuple[str, str]]:
         """What is wrong with a payload: the dotted path and the words, one for each violated keyword."""
-        return [
-            (".".join(["payload", *map(str, error.instance_path)]), one_line(error.message))
-            for error in self.validator.iter_errors(payload)
-        ]
+        found = self.validator.iter_errors(payload)
+        return sorted((".".join(["payload", *map(str, one.instance_path)]), one_line(one.message)) for one in found)
 
     def with_defaults(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The payload with the defaults of the properties that it lacks; the same object when it lacks none."""

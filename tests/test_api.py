@@ -41,6 +41,13 @@ window = "1h"
 id = "chat"
 type = "chat"
 sender = "out"
+
+[workflows.strict]
+payload_schema = { properties = { n = { type = "integer" }, m = { items = { type = "string" } } } }
+[[workflows.strict.steps]]
+id = "chat"
+type = "chat"
+sender = "out"
 """
 TRIGGER = "/v1/events/trigger"
 LIMIT = 512 * 1024
@@ -758,6 +765,21 @@ def test_a_client_that_hung_up_while_the_database_was_locked_breaks_nothing(api)
         client.shutdown(socket.SHUT_RDWR)
     assert accepts(api)
     assert len(events_of(api, gone)) <= 1
+
+
+# -- payload schemas ---------------------------------------------------------------------------------------------------
+
+
+def test_a_payload_is_held_to_the_schema_of_its_workflow(api):
+    status, answer = api.request("POST", TRIGGER, call(new_id(), name="strict", payload={"n": "x", "m": [1]}))
+    assert (status, answer["type"]) == (400, "PAYLOAD_VALIDATION_ERROR")
+    assert [error["field"] for error in answer["errors"]] == ["payload.m.0", "payload.n"]
+    one, two = new_id(), new_id()
+    bulk = [call(one, name="strict", payload={"n": 1}), call(two, name="strict", payload={"n": "x"})]
+    status, answer = api.request("POST", TRIGGER + "/bulk", {"events": bulk})
+    assert status == 201 and [item["status"] for item in answer["data"]] == ["processed", "error"]
+    assert 'payload.n: "x" is not of type "integer"' in answer["data"][1]["error"][0]
+    assert (len(events_of(api, one)), len(events_of(api, two))) == (1, 0)
 
 
 # -- the short way -----------------------------------------------------------------------------------------------------

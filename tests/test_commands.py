@@ -22,6 +22,7 @@ import pytest
 import tomli
 
 import digestd
+import peers
 from conftest import BASIC, ROOT
 
 HERE = pathlib.Path(__file__).parent
@@ -138,7 +139,7 @@ def nothing_written(folder: pathlib.Path) -> bool:
 WRONG = [
     (), ("dance",), ("status", "--loud"), ("trigger",), ("trigger", "comments"), ("trigger", "--to", "s1"), ("cancel",),
     ("trigger", "comments", "--to", "s1", "--jsonl", "-"), ("retry",), ("retry", "one"), ("retry", "1", "--all"),
-    ("next",), ("digests", "-n", "x"), ("repeat",), ("repeat", "lst"), ("simulate",),
+    ("release",), ("release", "x"), ("preview", "comments"), ("test",), ("next",), ("digests", "-n", "x"), ("repeat",), ("repeat", "lst"), ("simulate",),
 ]  # fmt: skip
 
 
@@ -551,6 +552,113 @@ def test_retry_all_takes_every_failed_job_and_is_fine_with_none(here, world, fol
     failed_work(world())
     assert json.loads(fine(here("retry", "--all", "--json"))) == {"retried": 1}
     assert json.loads(fine(here("retry", "--all", "--json"))) == {"retried": 0}
+
+
+def test_a_window_is_released_once(here, world, folder):
+    world().trigger("comments", payload={"postId": 1})
+    digestd.close_store()
+    assert fine(here("release", "1")) == "released\n"
+    again, none = here("release", "1", "--json"), here("release", "4711")
+    assert (again.returncode, none.returncode) == (1, 1) and json.loads(again.stdout) == {"released": False}
+    assert none.stdout == "no such window is open\n"
+    assert query(folder, "SELECT state, reason FROM digests") == [("closed", "released")]
+
+
+# -- trying out --------------------------------------------------------------------------------------------------------
+
+PREVIEW = BASIC.replace(
+    '[[workflows.comments.steps]]\nid = "chat"',
+    """[[workflows.comments.steps]]
+id = "mail"
+type = "email"
+sender = "mail"
+when = "payload.postId == 1"
+subject = "{{ steps.digest.countSummary }} on {{ payload.postId }}"
+text = "{% for e in steps.digest.events %}- {{ e.payload.by }}\\n{% endfor %}"
+[[workflows.comments.steps]]
+id = "feed"
+type = "in_app"
+[[workflows.comments.steps]]
+id = "chat\"""",
+)
+
+
+def test_preview_shows_a_message_of_payloads_and_sends_nothing(here, tmp_path):
+    (tmp_path / "config.toml").write_text(PREVIEW)
+    two = '[{"postId": 1, "by": "Ada"}, {"postId": 1, "by": "Grace"}]'
+    shown = fine(
+        here(
+            "preview", "comments", "mail", "--payload", two, "--to", '{"subscriberId": "s1", "email": "a@example.org"}'
+        )
+    )
+    assert "Subject: 2 notifications on 1" in shown and "- Ada" in shown and "- Grace" in shown
+    found = json.loads(fine(here("preview", "comments", "chat", "--payload", two, "--json")))
+    body = json.loads(found["body"])
+    assert (found["sender"], found["wanted"], body["data"]["digest"]["eventCount"]) == ("hook", True, 2)
+    assert "postId" in fine(here("preview", "comments", "feed", "--payload", '{"postId": 1}'))
+    assert not (tmp_path / "digestd.sqlite3").exists()
+
+
+def test_preview_says_what_would_keep_a_message_from_being_sent(here, tmp_path):
+    (tmp_path / "config.toml").write_text(PREVIEW)
+    result = here("preview", "comments", "mail", "--payload", '{"postId": 2}')
+    assert result.returncode == 0 and "1 notification on 2" in result.stdout
+    assert result.stderr.splitlines() == [
+        "digestd: it would be skipped: its condition says no", "digestd: the subscriber has no e-mail address"
+    ]  # fmt: skip
+
+
+def test_preview_of_a_window_shows_what_it_would_send_now(here, world, folder):
+    w = world()
+    w.subscriber("s1", firstName="Ada")
+    for number in range(3):
+        w.trigger("comments", payload={"postId": 1, "n": number})
+    digestd.close_store()
+    body = json.loads(json.loads(fine(here("preview", "comments", "chat", "--digest", "1", "--json")))["body"])
+    assert [event["payload"]["n"] for event in body["data"]["digest"]["events"]] == [0, 1, 2]
+    assert (body["data"]["subscriber"]["firstName"], body["data"]["digest"]["key"]) == ("Ada", 1)
+    assert query(folder, "SELECT state FROM digests") == [("open",)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nosuch", "chat"), "no workflow is called 'nosuch'"),
+        (("comments", "caht"), "did you mean 'chat'?"),
+        (("comments", "digest"), "no step of comments that sends something is called 'digest'"),
+        (("comments", "chat", "--payload", "5"), "a payload is an object"),
+        (("comments", "chat", "--payload", "[1]"), "a payload is an object"),
+    ],
+)
+def test_preview_of_what_is_not_there_is_a_wrong_command(here, folder, arguments, words):
+    assert words in failed(here("preview", *arguments), 2)
+
+
+def test_preview_of_a_window_that_is_not_there_is_a_wrong_command(here, world, folder):
+    world()
+    digestd.close_store()
+    assert "there is no window 7" in failed(here("preview", "comments", "chat", "--digest", "7"), 2)
+
+
+def test_a_sender_is_tested_by_one_real_message(here, folder):
+    receiver, mails = peers.Receiver(200, 503), peers.MailServer()
+    try:
+        text = BASIC.replace("http://127.0.0.1:9/hook", receiver.url())
+        text = text.replace('tls = "none"', f'tls = "none"\nport = {mails.port}')
+        (folder / "config.toml").write_text(text)
+        assert fine(here("test", "hook")).startswith("sent, after ")
+        result = here("test", "hook", "--json")
+        assert (result.returncode, json.loads(result.stdout)["status"]) == (1, 503)
+        assert fine(here("test", "mail", "--to", "you@example.org")).startswith("sent, after ")
+        [mail] = mails.mails
+        assert mail.to == ["you@example.org"] and "test of the sender mail" in mail.message["Subject"]
+        assert json.loads(receiver.requests[0].body)["type"] == "digestd.test"
+        assert "a mail needs an address" in failed(here("test", "mail"), 2)
+        assert "did you mean 'hook'?" in failed(here("test", "hok"), 2)
+        assert not (folder / "digestd.sqlite3").exists()
+    finally:
+        receiver.stop()
+        mails.stop()
 
 
 # -- sql, schema, migrate ----------------------------------------------------------------------------------------------

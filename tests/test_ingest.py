@@ -7,7 +7,7 @@ import json
 import pytest
 
 import digestd
-from conftest import START, statements
+from conftest import BASIC, START, statements
 
 
 def check(w, **body):
@@ -202,3 +202,84 @@ def test_triggers_that_come_together_keep_their_order_whatever_is_known_of_them(
     assert numbers == [[(n,) for n in range(6)]]
     w.advance("10m")
     assert sorted([event["n"] for event in digest] for digest in w.digested()) == [[0, 1, 3, 5], [2, 4]]
+
+
+# -- payload schemas ---------------------------------------------------------------------------------------------------
+
+SCHEMA = BASIC.replace(
+    "[workflows.comments]",
+    """[workflows.comments]
+payload_schema = { type = "object", required = ["postId"], properties = { postId = { type = "integer", minimum = 1 }, \
+lang = { type = "string", default = "en" }, by = { type = "object", properties = { name = { default = "nobody" } } }, \
+tags = { type = "array", items = { type = "string" } } } }""",
+)
+
+
+def test_a_payload_that_its_schema_does_not_allow_is_refused_with_all_that_is_wrong(world):
+    w = world(SCHEMA)
+    with pytest.raises(digestd.Rejected) as refused:
+        check(w, payload={"postId": 0, "lang": 1, "tags": ["a", 2, None]})
+    assert refused.value.status == 400
+    assert [where for where, _ in refused.value.problems] == [
+        "payload.lang", "payload.postId", "payload.tags.1", "payload.tags.2"
+    ]  # fmt: skip
+    with pytest.raises(digestd.Rejected, match='payload: "postId" is a required property'):
+        check(w, payload={})
+
+
+def test_what_a_payload_lacks_is_filled_in_as_its_schema_says(world):
+    w = world(SCHEMA)
+    w.trigger("comments", payload={"postId": 1, "by": {}})
+    w.trigger("comments", payload={"postId": 2, "lang": "de"})
+    assert [json.loads(text) for (text,) in w.rows("SELECT payload FROM events ORDER BY id")] == [
+        {"postId": 1, "by": {"name": "nobody"}, "lang": "en"}, {"postId": 2, "lang": "de"}
+    ]  # fmt: skip
+
+
+def test_a_row_is_held_to_its_schema_when_it_is_placed(world):
+    w = world(SCHEMA)
+    insert = "INSERT INTO events (workflow, subscriber_id, payload, received_at) VALUES ('comments', 's1', ?, ?)"
+    for text in ('{"postId":1}', '{"postId":"one"}', '{"postId":1,"n":2}'):
+        w.rows(insert, text, w.now)
+    w.advance("10m")
+    assert w.digested() == [[{"postId": 1, "lang": "en"}, {"postId": 1, "n": 2, "lang": "en"}]]
+    state, reason = w.one("SELECT state, reason FROM events WHERE id = 2")
+    assert state == "failed" and 'payload.postId: "one" is not of type "integer"' in reason
+
+
+def test_the_same_transaction_again_is_the_same_with_its_defaults(world):
+    w = world(SCHEMA)
+    answers = [
+        w.trigger("comments", payload=payload, id="t1") for payload in ({"postId": 1}, {"postId": 1, "lang": "en"})
+    ]
+    assert answers[0] == answers[1] and not answers[0].errors
+
+
+def test_a_schema_in_a_file_of_its_own_is_read_with_the_config_and_watched(tmp_path):
+    (tmp_path / "comments.json").write_text('{"properties": {"postId": {"type": "integer"}}}', "utf-8")
+    text = BASIC.replace("[workflows.comments]", '[workflows.comments]\npayload_schema = "comments.json"')
+    config = digestd.read_config(text, tmp_path / "config.toml")
+    assert tmp_path / "comments.json" in config.files
+    with pytest.raises(digestd.Rejected):
+        digestd.check_trigger(config, {"name": "comments", "to": "s1", "payload": {"postId": "x"}}, START)
+
+
+@pytest.mark.parametrize(
+    ("schema", "known"),
+    [
+        ({"properties": {"a": {"properties": {"b": {}}}}}, True),
+        ({"properties": {"a": {}}}, False),
+        ({"allOf": [{"properties": {"x": {}}}, {"properties": {"a": {"anyOf": [{"properties": {"b": {}}}]}}}]}, True),
+        (
+            {
+                "$ref": "#/$defs/all",
+                "$defs": {"all": {"properties": {"a": {"$ref": "#/$defs/a"}}}, "a": {"properties": {"b": {}}}},
+            },
+            True,
+        ),
+        ({"$ref": "#/$defs/all", "$defs": {"all": {"$ref": "#/$defs/all"}}}, False),
+        ({}, False),
+    ],
+)
+def test_a_digest_key_is_looked_for_in_all_that_a_schema_is_made_of(schema, known):
+    assert digestd.PayloadRule(schema).knows(["a", "b"]) is known

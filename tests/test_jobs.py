@@ -216,3 +216,258 @@ def test_text_that_is_no_utf8_in_a_row_written_by_hand_stops_nobody(world, spoil
     w.advance("10m")
     assert sorted(claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent) == ["s1", "s2"]
     assert w.rows("SELECT DISTINCT state FROM jobs WHERE sender = 'hook'") == [("completed",)]
+
+
+# -- delays ------------------------------------------------------------------------------------------------------------
+
+
+def delayed(setting: str, more: str = "") -> str:
+    """A config of a workflow that begins with a delay, and then sends."""
+    return (
+        BASIC
+        + f"""
+[workflows.later]
+[[workflows.later.steps]]
+id = "wait"
+type = "delay"
+{setting}
+{more}
+[[workflows.later.steps]]
+id = "send"
+type = "chat"
+sender = "hook"
+"""
+    )
+
+
+SECOND, MINUTE, HOUR, DAY = 1000, 60_000, 3_600_000, 86_400_000
+
+
+@pytest.mark.parametrize(
+    ("row", "value", "wait_ms"),
+    [
+        # facts on Novu, 6.1 and 6.2
+        ("W01", {"amount": 5, "unit": "seconds"}, 5 * SECOND),
+        ("W02", {"amount": 5, "unit": "minutes"}, 5 * MINUTE),
+        ("W03", {"amount": 5, "unit": "hours"}, 5 * HOUR),
+        ("W04", {"amount": 1, "unit": "days"}, DAY),
+        ("W05", "2026-03-09T08:10:10Z", None),
+        ("U02", "2026-03-09T08:10:10.5Z", None),
+        ("U03", "2026-03-09T08:10:10", None),
+        ("B17", "2026-03-09T10:10:10+02:00", None),
+        ("U11", {"amount": 2, "unit": "weeks"}, 14 * DAY),
+        ("U12", {"amount": 3, "unit": "months"}, 90 * DAY),
+        ("U14", {"amount": 0.5, "unit": "seconds"}, 500),
+        ("U14b", {"amount": 1.5, "unit": "minutes"}, 90 * SECOND),
+        ("U15", {"amount": 0, "unit": "hours"}, 0),
+        ("one", {"amount": 1, "unit": "hour"}, HOUR),
+    ],
+)
+def test_a_payload_tells_a_delay(world, row, value, wait_ms):
+    w = world(delayed('delay = "payload.when"'))
+    if wait_ms is None:
+        w.clock.at = digestd.parse_instant("2026-03-09T08:10:00Z")
+        wait_ms = 10_500 if row == "U02" else 10_000
+    start = w.now
+    w.trigger("later", payload={"when": value})
+    w.advance("100d")
+    assert [at - start for at, _, _ in w.sent] == [wait_ms]
+
+
+@pytest.mark.parametrize(
+    ("row", "value", "words"),
+    [
+        ("W07", None, "the payload does not tell it"),
+        ("W09", "invalid-timestamp", "is not a date and time"),
+        ("W10", {"amount": 5, "unit": "invalid-unit"}, "is not a unit"),
+        ("W11", {"amount": -5, "unit": "minutes"}, "is not an amount"),
+        ("U04a", "2026-12-01", "is not a date and time"),
+        ("U04b", "12:00:00", "is not a date and time"),
+        ("U04c", "2026/12/01 12:00:00", "is not a date and time"),
+        ("U05a", "2026-13-01T00:00:00Z", "is not a real date and time"),
+        ("U05b", "2026-12-32T00:00:00Z", "is not a real date and time"),
+        ("U06", "2027-02-30T12:00:00Z", "is not a real date and time"),
+        ("U13", {"amount": 1, "unit": "years"}, "is not a unit"),
+        ("U13b", {"amount": 1, "unit": ""}, "is not a unit"),
+        ("U13c", {"amount": 1}, "is not a unit"),
+        ("no unit", {"unit": "hours"}, "is not an amount"),
+        ("true", {"amount": True, "unit": "hours"}, "is not an amount"),
+        ("a number", 5, "is neither"),
+        ("endless", {"amount": 1e300, "unit": "months"}, "is not an amount"),
+        ("too long", "2028-01-01T00:00:00Z", "is over daemon.max_window"),
+        ("too many", {"amount": 13, "unit": "months"}, "is over daemon.max_window"),
+    ],
+)
+def test_a_delay_that_cannot_be_stops_its_run_visibly_and_no_other(world, row, value, words):
+    w = world(delayed('delay = "payload.when"'))
+    w.trigger("later", "s1", {"when": value})
+    w.trigger("later", "s2", {"when": {"amount": 1, "unit": "hours"}})
+    w.advance("2h")
+    assert [claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent] == ["s2"]
+    state, reason = w.one("SELECT state, reason FROM runs WHERE subscriber_id = 's1'")
+    assert state == "failed" and words in reason
+    assert w.one("SELECT what, reason FROM v_trouble") == ("job failed", reason)
+
+
+def test_a_delay_whose_time_is_past_is_now_or_fails_as_its_step_says(world):
+    past = {"when": "2020-01-01T00:00:00Z"}
+    w = world(delayed('delay = "payload.when"'))
+    w.trigger("later", payload=past)
+    w.tick()
+    assert len(w.sent) == 1
+    w.use(delayed('delay = "payload.when"', 'past = "fail"'))
+    w.trigger("later", payload=past)
+    w.tick()
+    assert len(w.sent) == 1 and "is in the past" in w.one("SELECT reason FROM v_trouble")
+
+
+def test_a_run_whose_delay_cannot_be_can_be_tried_again_as_often_as_needed(world):
+    """The refusals are rows of one run; the second one met the first one's."""
+    w = world(delayed('delay = "payload.when"', 'past = "fail"'))
+    w.trigger("later", payload={"when": "2020-01-01T00:00:00Z"})
+    w.tick()
+    for _ in range(3):
+        assert w.rows("SELECT state FROM runs") == [("failed",)]
+        [(job_id,)] = w.rows("SELECT id FROM v_trouble")
+        with digestd.transaction():
+            assert digestd.retry_job(job_id, w.now)
+        w.tick()
+    assert "is in the past" in w.one("SELECT reason FROM v_trouble")
+    w.use(delayed('delay = "payload.when"'))
+    with digestd.transaction():
+        digestd.retry_job(w.one("SELECT id FROM v_trouble"), w.now)
+    w.tick()
+    assert len(w.sent) == 1 and w.rows("SELECT * FROM v_trouble") == []
+
+
+def test_a_delay_lasts_until_the_clock_says_in_the_subscribers_zone(world):
+    w = world(delayed('every = "day"\nat = "09:00"'))
+    w.clock.at = digestd.parse_instant("2026-03-09T10:00:00Z")
+    w.subscriber("tokyo", timezone="Asia/Tokyo")
+    w.trigger("later", ["tokyo", "utc"])
+    w.advance("2d")
+    assert [(digestd.iso_text(at), claim.draft.subscriber["subscriberId"]) for at, claim, _ in w.sent] == [
+        ("2026-03-10T00:00:00Z", "tokyo"), ("2026-03-10T09:00:00Z", "utc")
+    ]  # fmt: skip
+
+
+def test_a_delay_whose_condition_says_no_lets_the_run_go_on_at_once(world):
+    w = world(delayed('delay = "1h"', 'when = "payload.slow"'))
+    w.trigger("later", "s1", {"slow": True})
+    w.trigger("later", "s2", {})
+    w.tick()
+    assert [claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent] == ["s2"]
+    assert w.one("SELECT type, reason FROM jobs WHERE state = 'skipped'") == ("delay", "its condition says no")
+    w.advance("1h")
+    assert len(w.sent) == 2
+
+
+# -- conditions of messages --------------------------------------------------------------------------------------------
+
+
+def test_a_message_whose_condition_says_no_is_skipped_and_the_rest_goes_on(world):
+    text = CHAIN.replace('id = "sms"', 'id = "sms"\nwhen = "payload.amount > 10 and subscriber.data.plan == \'pro\'"')
+    w = world(text.replace('id = "feed"', 'id = "feed"\nwhen = "payload.feed"'))
+    w.subscriber("pro", data={"plan": "pro"})
+    for who, amount, feed in (("pro", 11, True), ("pro", 10, False), ("free", 11, True)):
+        w.trigger("chain", who, {"amount": amount, "feed": feed})
+    w.advance("2h")
+    steps = [claim.draft.step for _, claim, _ in w.sent]
+    assert (steps.count("sms"), steps.count("push"), w.one("SELECT count(*) FROM inbox_messages")) == (1, 3, 2)
+    assert w.rows("SELECT step, reason FROM jobs WHERE state = 'skipped' AND step <> 'mail' ORDER BY id") == [
+        ("feed", "its condition says no"), ("sms", "its condition says no"), ("sms", "its condition says no")
+    ]  # fmt: skip
+
+
+def test_a_condition_may_ask_how_many_events_there_are(world):
+    w = world(BASIC.replace('sender = "hook"', 'sender = "hook"\nwhen = "steps.digest.eventCount > 1"'))
+    for who, number in (("s1", 1), ("s2", 1), ("s2", 2)):
+        w.trigger("comments", who, {"postId": 1, "n": number})
+    w.advance("10m")
+    assert [len(events) for events in w.digested()] == [2]
+
+
+def test_a_condition_that_cannot_be_told_fails_its_message_and_retry_asks_again(world):
+    text = BASIC.replace('sender = "hook"', 'sender = "hook"\nwhen = "payload.n > 10"')
+    w = world(text)
+    w.trigger("comments", payload={"postId": 1, "n": "many"})
+    w.advance("10m")
+    assert w.sent == [] and "the condition cannot be told" in w.one("SELECT reason FROM v_trouble")
+    w.use(text.replace("payload.n > 10", "payload.n"))
+    with digestd.transaction():
+        assert digestd.retry_job(1, w.now)
+    w.tick()
+    assert len(w.sent) == 1
+
+
+# -- messages outside the subscriber's hours ---------------------------------------------------------------------------
+
+OFFICE = {
+    "isEnabled": True,
+    "weeklySchedule": {"monday": {"isEnabled": True, "hours": [{"start": "09:00 AM", "end": "05:00 PM"}]}},
+}
+SUNDAY = digestd.parse_instant("2026-03-08T12:00:00Z")
+
+
+def outside(how: str) -> str:
+    return BASIC.replace('sender = "hook"', f'sender = "hook"\noutside = "{how}"')
+
+
+@pytest.mark.parametrize(
+    ("how", "at"), [("skip", None), ("send", "2026-03-08T12:10:00Z"), ("hold", "2026-03-09T09:00:00Z")]
+)
+def test_outside_the_hours_a_message_is_skipped_sent_or_held(world, how, at):
+    w = world(outside(how))
+    w.clock.at = SUNDAY
+    w.subscriber("s1", schedule=OFFICE)
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("3d")
+    assert [digestd.iso_text(sent_at) for sent_at, _, _ in w.sent] == ([at] if at else [])
+    assert w.one("SELECT waits FROM jobs") == (1 if how == "hold" else 0)
+
+
+def test_a_held_message_waits_at_most_three_times_and_is_then_skipped(world):
+    w = world(outside("hold"))
+    w.clock.at = SUNDAY
+    days = ("monday", "tuesday", "wednesday", "thursday")
+    w.subscriber("s1", schedule=OFFICE)
+    w.trigger("comments", payload={"postId": 1})
+    for day in days[1:]:
+        w.advance("20h")  # the hours move away before they come
+        w.subscriber("s1", schedule={**OFFICE, "weeklySchedule": {day: OFFICE["weeklySchedule"]["monday"]}})
+        w.advance("4h")
+    w.advance("7d")
+    assert w.sent == [] and w.one("SELECT state, reason, waits FROM jobs") == (
+        "skipped", "outside the subscriber's schedule", 3
+    )  # fmt: skip
+    assert w.one("SELECT state FROM runs") == "completed"
+
+
+def test_a_held_message_is_not_moved_by_a_schedule_that_is_turned_off_meanwhile_and_goes_at_its_time(world):
+    w = world(outside("hold"))
+    w.clock.at = SUNDAY
+    w.subscriber("s1", schedule=OFFICE)
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("1h")
+    w.subscriber("s1", schedule={"isEnabled": False})
+    w.advance("3d")
+    assert [digestd.iso_text(at) for at, _, _ in w.sent] == ["2026-03-09T09:00:00Z"]
+
+
+def test_retries_of_a_message_do_not_ask_for_the_hours_again(world):
+    w = world(outside("hold").replace('retry = ["5s", "1m"]', 'retry = ["9h", "1m"]'))
+    w.clock.at = SUNDAY
+    w.subscriber("s1", schedule=OFFICE)
+    w.reply("hook", "temporary")
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("3d")
+    assert [digestd.iso_text(at) for at, _, _ in w.sent] == ["2026-03-09T09:00:00Z", "2026-03-09T18:00:00Z"]
+
+
+def test_a_critical_workflow_holds_no_message(world):
+    w = world(outside("hold").replace("[workflows.comments]", "[workflows.comments]\ncritical = true"))
+    w.clock.at = SUNDAY
+    w.subscriber("s1", schedule=OFFICE)
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("10m")
+    assert len(w.sent) == 1
