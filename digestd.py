@@ -60,6 +60,7 @@ import bisect
 import calendar
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import datetime as dt
@@ -1130,6 +1131,11 @@ def _plain(text: Any) -> str:
     return "".join((str(text),))
 
 
+def _words(items: Sequence[Any], key_path: Any, limit: int) -> list[str]:
+    """The words of a sentence: of one or two items all, of more no more than it will hold."""
+    return [_at_path(item, str(key_path or "")) for item in (items if len(items) <= 2 else items[:limit])]
+
+
 def filter_to_sentence(
     items: Any, key_path: str = "", limit: Any = 2, overflow: str = "other", words_connector: str = ", ",
     two_words_connector: str = " and ", last_word_connector: str = ", and ",
@@ -1141,19 +1147,19 @@ def filter_to_sentence(
     words_connector, two_words_connector, last_word_connector, overflow = map(
         _plain, (words_connector, two_words_connector, last_word_connector, overflow)
     )
-    words = [_at_path(item, str(key_path or "")) for item in items]
     limit = max(0, int(limit))
-    if len(words) == 1:
+    words = _words(items, key_path, limit)
+    if len(items) == 1:
         return words[0]
-    if len(words) == 2:
+    if len(items) == 2:
         return two_words_connector.join(words)
-    if limit >= len(words):
+    if limit >= len(items):
         return words_connector.join(words[:-1]) + last_word_connector + words[-1]
-    rest = len(words) - limit
+    rest = len(items) - limit
     singular = overflow[:-1] if re.search(r"[^s]s$", overflow) else overflow
     noun = singular if rest == 1 else english_plural(singular)
     connector = two_words_connector if limit == 1 else last_word_connector
-    return f"{words_connector.join(words[:limit])}{connector}{rest} {noun}"
+    return f"{words_connector.join(words)}{connector}{rest} {noun}"
 
 
 def filter_pluralize(value: Any, singular: str = "", plural: str = "", show_count: Any = "true") -> str:
@@ -1177,14 +1183,113 @@ def filter_digest(items: Any, max_names: Any = 2, key_path: str = "", separator:
     """Novu's older digest filter: "Ada, Grace and 3 others"."""
     if not isinstance(items, list) or not items:
         return ""
-    words, separator = [_at_path(item, str(key_path or "")) for item in items], _plain(separator)
-    limit = max(0, int(max_names))
-    if len(words) <= 2:
+    limit, separator = max(0, int(max_names)), _plain(separator)
+    words = _words(items, key_path, limit)
+    if len(items) <= 2:
         return " and ".join(words)
-    if limit >= len(words):
+    if limit >= len(items):
         return f"{separator.join(words[:-1])} and {words[-1]}"
-    rest = len(words) - limit
-    return f"{separator.join(words[:limit])} and {rest} other{'s' if rest > 1 else ''}"
+    rest = len(items) - limit
+    return f"{separator.join(words)} and {rest} other{'s' if rest > 1 else ''}"
+
+
+def _as_in_js(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_in_js(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_in_js(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def filter_json(value: Any) -> str:
+    """JSON as Novu's Liquid prints it, also where an object or a list stands alone: with single quotes."""
+    text = json.dumps(_as_in_js(value), ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.replace('"', "'")
+
+
+def filter_uniq(items: Any, key: Any = None) -> Any:
+    """Liquid's uniq, in one pass: the library's own compares each item with all before it."""
+    if not isinstance(items, (list, tuple, range)):
+        return items
+    seen: set[Any] = set()
+    kept = []
+    for item in items:
+        value = item.get(str(key)) if key is not None and isinstance(item, dict) else item
+        mark = json.dumps(value, sort_keys=True, default=str) if isinstance(value, (dict, list)) else value
+        if mark not in seen:
+            seen.add(mark)
+            kept.append(item)
+    return kept
+
+
+@dataclasses.dataclass
+class Rendering:
+    """One rendering under way: what time it is for it, in ms, and how much its filters may still go through."""
+
+    now: int
+    left: int = 20_000_000  # characters and items: about a second, however fast the machine is
+
+
+_rendering: contextvars.ContextVar[Rendering] = contextvars.ContextVar("rendering")
+
+
+def _extent(value: Any) -> int:
+    """How much there is of a value, in characters and items."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value.bit_length() // 8
+    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else 1
+
+
+def _growth(name: str, value: Any, arguments: Sequence[Any]) -> int:
+    """How much a filter that multiplies will make of its input, told before it does."""
+    if name == "join":
+        return _extent(value) * _extent(arguments[0] if arguments else " ")
+    if name == "replace" and len(arguments) == 2:
+        return str(value).count(str(arguments[0])) * _extent(arguments[1])
+    return 0
+
+
+def _metered(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that counts what it goes through. One template must not keep all others waiting, whatever is in it or in
+    a payload; and a number of a million digits is no number of a mail."""
+
+    import liquid.exceptions
+
+    def spend(amount: int) -> None:
+        rendering = _rendering.get()
+        rendering.left -= amount
+        if rendering.left < 0:
+            raise liquid.exceptions.ResourceLimitError("it goes through more than 20 million characters", token=None)
+
+    @functools.wraps(act)
+    def run(value: Any, *arguments: Any, **named: Any) -> Any:
+        spend(50 + _extent(value) + sum(map(_extent, arguments)) + _growth(name, value, arguments))
+        if name == "date" and value in ("now", "today"):
+            value = EPOCH + dt.timedelta(milliseconds=_rendering.get().now)
+        elif name == "date" and _extent(value) > 100:
+            return value
+        found = act(value, *arguments, **named)
+        if isinstance(found, int) and found.bit_length() > 4096:
+            raise liquid.exceptions.ResourceLimitError("it makes a number of more than 1,200 digits", token=None)
+        spend(_extent(found))
+        return found
+
+    return run
+
+
+def _novu_output() -> type[Any]:
+    """What prints {{ … }}: as the library does, but objects and lists as Novu, and whole numbers without a fraction."""
+    from liquid.builtin.output import Output, OutputNode
+    from liquid.stringify import to_liquid_string
+
+    class Printed(OutputNode):
+        def render_to_output(self, context: Any, buffer: Any) -> int:
+            value = self.expression.evaluate(context)
+            if isinstance(value, (dict, list, tuple)):
+                value = filter_json(value)
+            return int(buffer.write(to_liquid_string(_as_in_js(value), context.autoescape)))
+
+    return type("Printing", (Output,), {"node_class": Printed})
 
 
 @functools.cache
@@ -1201,7 +1306,11 @@ def _liquid(html: bool) -> liquid.Environment:
     environment.add_filter("toSentence", filter_to_sentence)
     environment.add_filter("pluralize", filter_pluralize)
     environment.add_filter("digest", filter_digest)
-    environment.add_filter("json", lambda value: json.dumps(value, ensure_ascii=False, default=str))
+    environment.add_filter("json", filter_json)
+    environment.add_tag(_novu_output())
+    environment.add_filter("uniq", filter_uniq)
+    for name, act in list(environment.filters.items()):
+        environment.filters[name] = _metered(name, act)
     return environment
 
 
@@ -1218,12 +1327,13 @@ def compile_template(text: str, html: bool = False) -> liquid.BoundTemplate:
         raise RuleError(f"the template cannot be read{where}: {str(error).splitlines()[0]}") from None
 
 
-def render_template(text: str, context: dict[str, Any], html: bool = False) -> str:
-    """A template rendered. Raises PermanentFailure: the same data would fail again."""
+def render_template(text: str, context: dict[str, Any], html: bool = False, now: int = 0) -> str:
+    """A template rendered, as if it were `now`. Raises PermanentFailure: the same data would fail again."""
     if "{" not in text:
         return text
     import liquid.exceptions
 
+    _rendering.set(Rendering(now))
     try:
         return compile_template(text, html).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
@@ -4542,7 +4652,7 @@ def render_content(draft: Draft) -> dict[str, Any]:
     context = template_values(draft) if draft.content.takes_values else {}
     rendered: dict[str, Any] = {}
     for name, text in draft.content.templates.items():
-        words = render_template(text, context, html=name == "html")
+        words = render_template(text, context, html=name == "html", now=draft.now)
         rendered[name] = _clean_line(words) if name == "subject" else words
     return rendered
 
@@ -6844,32 +6954,41 @@ class Simulation:
             if run_id not in self.taken:
                 self.taken.add(run_id)
                 yield self._told("run", repeatable=spec, key=key, slot=iso_text(slot_at), count=seq)
+        told = [*self._try_news(), *self._wait_news(), *self._end_news(), *self._feed_news()]
+        yield from (one for _, one in sorted(told, key=lambda item: item[0]))  # a run's steps in their order
+
+    def _try_news(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for _, job_id, number, outcome, reason in self._new_rows("attempts", "job_id, number, outcome, reason"):
             what = {"sent": "sent", "permanent": "failed"}.get(outcome or "", "retrying")
             due_at, state, job_reason = row("SELECT due_at, state, reason FROM jobs WHERE id = ?", job_id)
             if what == "retrying" and state == "failed":
                 what, reason = "failed", job_reason
             until = iso_text(due_at) if what == "retrying" else None
-            yield self._told(
-                what, **self._job_fields(job_id), attempt=number, reason=reason if what != "sent" else None, until=until
-            )
+            reason = reason if what != "sent" else None
+            yield job_id, self._told(what, **self._job_fields(job_id), attempt=number, reason=reason, until=until)
+
+    def _wait_news(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for job_id, waits, due_at in rows(
             "SELECT id, waits, due_at FROM jobs WHERE state = 'delayed' AND waits > 0 AND tries = 0 ORDER BY id"
         ):
             if self.waits.get(job_id) != waits:
                 self.waits[job_id] = waits
-                yield self._told("held", **self._job_fields(job_id), until=iso_text(due_at), waits=waits)
+                yield job_id, self._told("held", **self._job_fields(job_id), until=iso_text(due_at), waits=waits)
+
+    def _end_news(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for job_id, state, reason in rows(
             "SELECT j.id, j.state, j.reason FROM jobs j WHERE j.finished_at = ? AND j.state IN ('skipped', 'failed')"
             " AND NOT EXISTS (SELECT 1 FROM attempts a WHERE a.job_id = j.id) ORDER BY j.id", self.clock.now()
         ):  # fmt: skip
             if job_id not in self.ended:
                 self.ended.add(job_id)
-                yield self._told(state, **self._job_fields(job_id), reason=reason)
+                yield job_id, self._told(state, **self._job_fields(job_id), reason=reason)
+
+    def _feed_news(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for _, job_id in self._new_rows("inbox_messages", "job_id"):
             fields = self._job_fields(job_id) | {"channel": "in_app", "sender": None}
             subject, body = row("SELECT subject, body FROM inbox_messages WHERE job_id = ?", job_id)
-            yield self._told("sent", **fields | {"message": {"subject": subject, "text": body}})
+            yield job_id, self._told("sent", **fields | {"message": {"subject": subject, "text": body}})
 
     def _job_fields(self, job_id: int) -> dict[str, Any]:
         step, kind, sender, workflow, subscriber_id, event_id, digest_id, spec_id, slot_at = row(

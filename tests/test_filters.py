@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import pytest
@@ -252,3 +253,94 @@ def test_a_step_that_is_no_digest_has_no_summaries():
 def test_events_of_a_step_are_listed_oldest_first_with_id_time_and_payload():
     template = "{% for e in steps.collect.events %}{{ e.id }} {{ e.time }} {{ e.payload.n }};{% endfor %}"
     assert values_of('{"n":1}', '{"n":2}', template=template) == "1 2026-03-09T09:00:00Z 1;2 2026-03-09T09:00:00Z 2;"
+
+
+# -- what stands alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": 1, "b": [True, None, 'x"y']}, r"{'a':1,'b':[true,null,'x\'y']}"),
+        ([1, "two", {"z": 1.5}], "[1,'two',{'z':1.5}]"),
+        ({}, "{}"), ([], "[]"), (None, ""), (True, "true"), (False, "false"), (1.0, "1"), (1.5, "1.5"), ("ä<b>", "ä<b>"),
+    ],
+)  # fmt: skip
+def test_objects_and_lists_print_as_novu_prints_them(value, text):
+    assert rendered("{{ value }}", value=value) == text
+    assert digestd.render_template("{{ value }}", {"value": value}, html=True) == str(html.escape(text)).replace(
+        "&#x27;", "&#39;"
+    ).replace("&quot;", "&#34;")
+
+
+def test_the_json_filter_has_single_quotes_as_in_novu():
+    assert rendered("{{ value | json }}", value={"a": ["x"]}) == "{'a':['x']}"
+
+
+def test_now_is_when_the_message_is_composed_and_not_what_the_machine_says():
+    assert digestd.render_template("{{ 'now' | date: '%Y-%m-%d %H:%M' }}", {}, now=START) == "2026-03-09 09:00"
+
+
+# -- templates and payloads that mean harm -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ (1..30000000) | join: ',' }}",
+        "{{ (1..30000000) | size }}",
+        "{% for a in (1..1000) %}{% for b in (1..1000) %}x{% endfor %}{% endfor %}",
+        "{% for a in (1..300) %}{% for b in (1..300) %}{{ value | upcase | size }}{% endfor %}{% endfor %}",
+        "{{ value | replace: 'a', value }}",
+        "{% assign list = value | split: '' %}{{ list | join: value }}",
+        "{% assign x = 3 %}{% for i in (1..40) %}{% assign x = x | times: x %}{% endfor %}",
+        "{% assign x = 'aa' %}{% for i in (1..60) %}{% assign x = x | append: x %}{% endfor %}",
+        "{% capture x %}{% for i in (1..99999) %}{{ value }}{% endfor %}{% endcapture %}",
+        "{% tablerow i in (1..99999) %}{{ value }}{% endtablerow %}",
+        "{% include 'x' %}",
+        "{% render '/etc/passwd' %}",
+        "{{ value | no_such_filter }}",
+    ],
+)
+def test_a_template_that_asks_too_much_fails_with_a_reason(template):
+    with pytest.raises(digestd.DigestdError, match="template"):
+        rendered(template, value="a" * 200_000)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", sorted(digestd._liquid(False).filters))
+@pytest.mark.parametrize(
+    "value",
+    [
+        "<" * 500_000,
+        "<!--" * 120_000,
+        "\n" * 500_000,
+        "%41" * 160_000,
+        [[n] for n in range(80_000)],
+        list(range(120_000)),
+    ],
+    ids=["<", "<!--", "breaks", "percent", "lists", "numbers"],
+)
+def test_no_filter_takes_more_than_its_share_of_time_over_a_large_payload(name, value):
+    """Some of the library's compared each item with all before it, or read half a megabyte as a date."""
+    arguments = {"replace": ": 'a', 'b'", "where": ": 'n'", "map": ": 'n'", "slice": ": 1, 5", "date": ": '%Y'"}
+    try:
+        digestd.render_template("{{ value | " + name + arguments.get(name, "") + " | size }}", {"value": value})
+    except digestd.DigestdError:
+        pass  # a wrong kind of value: refused is fine
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ value.__class__ }}", "{{ value['__class__'] }}", "{{ value.keys }}", "{{ value.items }}"]
+)
+def test_a_template_cannot_reach_python(template):
+    try:
+        assert rendered(template, value={"a": 1}) == ""
+    except digestd.RuleError:
+        pass  # it is no template at all
+
+
+def test_items_that_are_alike_are_kept_once_in_their_order():
+    items = [{"n": 2}, {"n": 1}, {"n": 2}, 1, 1.0, "1", [1], [1], None, None]
+    assert digestd.filter_uniq(items) == [{"n": 2}, {"n": 1}, 1, "1", [1], None]
+    assert digestd.filter_uniq([{"n": 1, "m": 1}, {"n": 1, "m": 2}, {"n": 2}], "n") == [{"n": 1, "m": 1}, {"n": 2}]

@@ -112,6 +112,86 @@ def test_the_schedule_holds_and_says_until_when(play):
     assert (told[1]["until"], told[1]["waits"]) == ("2026-03-16T09:00:00Z", 1)
 
 
+WEEKDAYS = {
+    "isEnabled": True,
+    "weeklySchedule": {
+        day: {"isEnabled": True, "hours": [{"start": "09:00 AM", "end": "05:00 PM"}]}
+        for day in ("monday", "tuesday", "wednesday", "thursday", "friday")
+    },
+}
+MONDAY_AT_9 = {
+    "isEnabled": True,
+    "weeklySchedule": {"monday": {"isEnabled": True, "hours": [{"start": "09:00 AM", "end": "10:00 AM"}]}},
+}
+EXTENDED = BASIC.replace('window = "10m"', 'window = "1h"\nextend_to_schedule = true')
+
+
+def lines_for(schedule, moment):
+    """A subscriber with hours, and one event of theirs."""
+    to = {"subscriberId": "s1", "email": "a@example.org"}
+    return [
+        {"at": moment, "subscriber": {**to, "schedule": schedule}},
+        {"at": moment, "trigger": {"name": "comments", "to": to, "payload": {"postId": 1}, "transactionId": "t1"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "came", "sent"),
+    [
+        (WEEKDAYS, "2026-03-06T16:30:00Z", "2026-03-09T09:00:00Z"),  # Friday: the window ends at 17:30
+        (MONDAY_AT_9, "2026-03-09T09:01:00Z", "2026-03-16T09:00:00Z"),  # Monday: it ends at 10:01
+        (MONDAY_AT_9, "2026-03-09T09:00:00Z", "2026-03-09T10:00:00Z"),  # and at 10:00, which is inside
+    ],
+)
+def test_a_window_that_ends_outside_the_hours_goes_out_when_they_next_begin(play, schedule, came, sent):
+    told = play(EXTENDED, *lines_for(schedule, came))
+    assert [one["at"] for one in told if one["what"] == "sent"] == [sent]
+    assert [one["waits"] for one in told if one["what"] == "held"] == ([] if sent == "2026-03-09T10:00:00Z" else [1])
+
+
+FEED = '[[workflows.comments.steps]]\nid = "feed"\ntype = "in_app"\n'
+
+
+def test_with_the_toggle_off_mail_is_skipped_and_the_feed_has_its_message(play):
+    config = EXTENDED.replace("extend_to_schedule = true", "extend_to_schedule = false")
+    config = config.replace('type = "chat"\nsender = "hook"', 'type = "email"\nsender = "mail"') + FEED
+    told = play(config, *lines_for(WEEKDAYS, "2026-03-06T16:30:00Z"))
+    assert [(one["at"], one["what"], one.get("channel")) for one in told[2:]] == [
+        ("2026-03-06T17:30:00Z", "skipped", "email"), ("2026-03-06T17:30:00Z", "sent", "in_app")
+    ]  # fmt: skip
+
+
+def test_a_message_that_waits_for_the_hours_is_told_as_held(play):
+    config = BASIC.replace('sender = "hook"', 'sender = "hook"\noutside = "hold"')
+    told = play(config, *lines_for(WEEKDAYS, "2026-03-07T12:00:00Z"))
+    assert [(one["at"], one["what"], one.get("until")) for one in told[2:]] == [
+        ("2026-03-07T12:10:00Z", "held", "2026-03-09T09:00:00Z"), ("2026-03-09T09:00:00Z", "sent", None)
+    ]  # fmt: skip
+
+
+def test_an_event_that_goes_on_alone_says_why(play):
+    config = BASIC.replace('window = "10m"', 'window = "10m"\nstart = "when_repeated"\nwhen = "payload.postId == 1"')
+    told = play(config, trigger("09:00:00", "t1", postId=1), trigger("09:01:00", "t2", postId=1))
+    assert [(one["what"], one.get("step"), one.get("reason")) for one in told] == [
+        ("skipped", "digest", "the first within 5m"), ("sent", "chat", None),
+        ("opened", "digest", None), ("closed", "digest", None), ("sent", "chat", None),
+    ]  # fmt: skip
+
+
+def test_a_timeline_reads_as_words(play, tmp_path, cli):
+    (tmp_path / "config.toml").write_text(EXTENDED)
+    (tmp_path / "t.jsonl").write_text(
+        "\n".join(json.dumps(line) for line in lines_for(WEEKDAYS, "2026-03-06T16:30:00Z"))
+    )
+    found = cli("simulate", "t.jsonl")
+    assert found.returncode == 0 and found.stdout.splitlines() == [
+        "2026-03-06T16:30:00Z  opened     comments/digest  for s1 key 1  closes 2026-03-06T17:30:00Z",
+        "2026-03-06T17:30:00Z  held       comments/digest  for s1 key 1  1 event  until 2026-03-09T09:00:00Z",
+        "2026-03-09T09:00:00Z  closed     comments/digest  for s1 key 1  1 event",
+        "2026-03-09T09:00:00Z  sent       comments/chat  for s1 key 1  [chat by hook]  1 event",
+    ]
+
+
 def test_triggers_wait_while_the_daemon_is_down(play):
     told = play(BASIC, trigger("09:00:00", "t1"), at("09:05:00", down="2h"), trigger("10:00:00", "t2"))
     assert short(told) == [("09:00:00", "opened", "t1"), ("11:05:00", "closed", "t1"), ("11:05:00", "opened", "t2"), ("11:05:00", "sent", "t1"),
