@@ -232,6 +232,28 @@ def test_check_needs_the_secrets_and_looking_does_not(cli, here, folder):
     fine(cli("check", DIGESTD_TEST_KEY=SECRET))
 
 
+def test_check_counts_what_is_under_way_and_what_would_have_no_place(here, world, folder):
+    w = world(BASIC + BASIC[BASIC.index("[workflows.comments]") :].replace("workflows.comments", "workflows.gone"))
+    for who in ("s1", "s2"):
+        w.trigger("comments", who, {"postId": 1})
+    w.trigger("gone", "s1", {"postId": 1})
+    w.reply("hook", "temporary")
+    w.advance("10m")
+    w.trigger("comments", "s1", {"postId": 2})
+    digestd.close_store()
+    assert fine(here("check")).splitlines()[-1].endswith("config.toml: fine: 1 workflows, 0 repeatables, 2 senders")
+    assert fine(here("check", "--db")).splitlines()[:-1] == [
+        "open: 1 windows of comments/digest", "open: 1 jobs of comments/chat"
+    ]  # fmt: skip
+    (folder / "config.toml").write_text(BASIC.replace("workflows.comments", "workflows.other"))
+    found = json.loads(fine(here("check", "--db", "--json")))
+    assert found["open"] == [
+        {"what": "windows", "name": "comments/digest", "count": 1, "missing": "workflow"},
+        {"what": "jobs", "name": "comments/chat", "count": 1, "missing": "workflow"},
+    ]
+    assert "they will fail" in fine(here("check", "--db"))
+
+
 def test_a_warning_changes_nothing_and_secrets_are_not_printed(here, folder):
     text = BASIC.replace('url = "http://', f'url = "http://user:{SECRET}@') + f'[api]\nkeys = ["{SECRET}"]\n'
     (folder / "config.toml").write_text(text)
