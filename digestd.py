@@ -4441,10 +4441,11 @@ def _goes_now(config: Config, job_id: int, now: int) -> bool:
     or has waited three times and is skipped."""
     job = WaitingJob(*row(_JOBS + " WHERE j.id = ?", job_id))
     workflow = config.workflows.get(job.workflow or "")
+    outside = getattr(workflow.step(job.step) if workflow else None, "outside", "send")
     hours = hours_of(config, job.subscriber_id)
-    if workflow is None or workflow.critical or hours is None or hours.is_inside(now):
+    if workflow is None or workflow.critical or outside == "send" or hours is None or hours.is_inside(now):
         return True
-    until = hold_until(hours, job.waits, now)
+    until = hold_until(hours, job.waits, now) if outside == "hold" else None
     if until is not None:
         move_all(Job, [job_id], "delayed", "delayed", "", _AT_ONCE, due_at=until, waits=job.waits + 1)
     else:

@@ -15,6 +15,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import uuid
@@ -765,6 +766,23 @@ def test_a_client_that_hung_up_while_the_database_was_locked_breaks_nothing(api)
         client.shutdown(socket.SHUT_RDWR)
     assert accepts(api)
     assert len(events_of(api, gone)) <= 1
+
+
+def test_a_hundred_triggers_at_once_for_one_key_open_one_window(api):
+    who = new_id()
+    gate = threading.Barrier(100)
+
+    def send_one(number: int) -> int:
+        with connect(api) as client, client.makefile("rb") as stream:
+            gate.wait()
+            client.sendall(post(json.dumps(call(f"{who}-{number}", to=who, payload={"postId": "one"})).encode()))
+            return read_answer(stream)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(100) as pool:
+        assert list(pool.map(send_one, range(100))) == [201] * 100
+    windows = f"SELECT count(*), count(DISTINCT digest_id), min(state) FROM events WHERE subscriber_id = '{who}'"
+    assert api.query(windows) == [(100, 1, "placed")]
+    assert api.query(f"SELECT state FROM digests WHERE subscriber_id = '{who}'") == [("open",)]
 
 
 # -- payload schemas ---------------------------------------------------------------------------------------------------

@@ -454,6 +454,19 @@ def test_a_held_message_is_not_moved_by_a_schedule_that_is_turned_off_meanwhile_
     assert [digestd.iso_text(at) for at, _, _ in w.sent] == ["2026-03-09T09:00:00Z"]
 
 
+@pytest.mark.parametrize(("then", "sent", "state"), [("send", 1, "completed"), ("skip", 0, "skipped")])
+def test_a_held_message_goes_by_what_its_step_says_when_its_time_comes(world, then, sent, state):
+    w = world(outside("hold"))
+    w.clock.at = SUNDAY
+    w.subscriber("s1", schedule=OFFICE)
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("1h")
+    w.subscriber("s1", schedule={**OFFICE, "weeklySchedule": {"friday": OFFICE["weeklySchedule"]["monday"]}})
+    w.use(outside(then))
+    w.advance("1d")
+    assert (len(w.sent), w.one("SELECT state FROM jobs")) == (sent, state)
+
+
 def test_retries_of_a_message_do_not_ask_for_the_hours_again(world):
     w = world(outside("hold").replace('retry = ["5s", "1m"]', 'retry = ["9h", "1m"]'))
     w.clock.at = SUNDAY
