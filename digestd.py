@@ -2218,13 +2218,25 @@ def _step_problems(step: dict[str, Any], path: list[str | int], senders: Any, ma
         yield from _one_of(step, path, ("delay", "every", "cron"), "a delay ends by one")
         if "past" in step and not str(step.get("delay")).startswith("payload"):
             yield [*path, "past"], 'goes with a delay that the payload tells, such as delay = "payload.sendAt"'
-    if kind in ("digest", "delay") and "every" not in step:
-        yield from (([*path, name], "goes with every") for name in ("at", "on") if name in step)
+    if kind in ("digest", "delay"):
+        yield from _calendar_problems(step, path)
     for setting in ("window", "delay"):
         with contextlib.suppress(RuleError):
             if setting in step and parse_duration(step[setting]) > max_window:
                 limit = duration_text(max_window)
                 yield [*path, setting], f"{step[setting]!r} is over daemon.max_window, which is {limit}"
+
+
+def _calendar_problems(step: dict[str, Any], path: list[str | int]) -> Iterator[Found]:
+    """What a calendar needs beside `every`. As in Novu, nothing is guessed, not midnight either."""
+    every = step.get("every")
+    if every is None:
+        yield from (([*path, name], "goes with every") for name in ("at", "on") if name in step)
+    elif not {"window", "delay", "cron"} & step.keys():
+        if every in ("day", "week", "month") and "at" not in step:
+            yield [*path, "at"], f'is missing: when on the day, such as at = "09:00", goes with every = "{every}"'
+        if every == "week" and "on" not in step:
+            yield [*path, "on"], 'is missing: which days, such as on = ["monday"], goes with every = "week"'
 
 
 def _sender_problems(table: dict[str, Any], path: list[str | int], senders: Any) -> Iterator[Found]:

@@ -85,9 +85,11 @@ def test_every_problem_carries_its_file_line_path_and_words():
 
 
 def test_each_problem_comes_once():
-    text = step('type = "digest"\nevery = "month"\non = [true, 1.5]') + step('type = "digest"\nkey = 5\nwindow = "1m"')
+    text = step('type = "digest"\nevery = "month"\nat = "09:00"\non = [true, 1.5]') + step(
+        'type = "digest"\nkey = 5\nwindow = "1m"'
+    )
     assert places(text.replace('"one"', '"two"', 1)) == [
-        (5, "workflows.w.steps.0.on.0"), (5, "workflows.w.steps.0.on.1"), (9, "workflows.w.steps.1.key"),
+        (6, "workflows.w.steps.0.on.0"), (6, "workflows.w.steps.0.on.1"), (10, "workflows.w.steps.1.key"),
     ]  # fmt: skip
 
 
@@ -572,13 +574,13 @@ def test_mail_in_the_clear_to_another_host_is_a_warning_with_its_line():
 
 
 def test_a_month_without_the_named_day_is_a_warning_that_names_last():
-    [warning] = read(step('type = "digest"\nevery = "month"\non = [31]')).warnings
-    assert '"last"' in warning.text and (warning.line, warning.path) == (5, "workflows.w.steps.0.on.0")
-    assert read(step('type = "digest"\nevery = "month"\non = [28, "last"]')).warnings == ()
+    [warning] = read(step('type = "digest"\nevery = "month"\nat = "09:00"\non = [31]')).warnings
+    assert '"last"' in warning.text and (warning.line, warning.path) == (6, "workflows.w.steps.0.on.0")
+    assert read(step('type = "digest"\nevery = "month"\nat = "09:00"\non = [28, "last"]')).warnings == ()
 
 
 def test_a_scheduled_gap_over_the_limit_is_a_warning_and_no_error():
-    [warning] = read('[daemon]\nmax_window = "7d"\n' + step('type = "digest"\nevery = "month"')).warnings
+    [warning] = read('[daemon]\nmax_window = "7d"\n' + step('type = "digest"\nevery = "month"\nat = "09:00"')).warnings
     assert "max_window" in warning.text and warning.path.startswith("workflows.w.steps.0")
 
 
