@@ -147,7 +147,7 @@ JOB_MOVES = {
     ("delayed", "waiting"), ("waiting", "active"), ("active", "completed"), ("active", "failed"),
     ("active", "delayed"), ("active", "waiting"), ("failed", "waiting"),
     ("delayed", "cancelled"), ("waiting", "cancelled"), ("delayed", "skipped"), ("waiting", "skipped"),
-    ("active", "skipped"),
+    ("active", "skipped"), ("active", "cancelled"),
 }  # fmt: skip
 REPEATABLE_MOVES = {
     ("active", "paused"), ("paused", "active"), ("active", "finished"), ("active", "broken"), ("active", "retired"),
@@ -5409,6 +5409,8 @@ def _record_failure(config: Config, claim: Claim, result: SendResult, now: int) 
 def _move_by_failure(config: Config, claim: Claim, result: SendResult, now: int) -> str | None:
     """The move of the job alone; its new state, or None when it was not active any more."""
     job_id, tries = claim.job_id, claim.tries + 1
+    if row("SELECT 1 FROM runs WHERE id = ? AND state = 'cancelled'", claim.run_id):  # while the try was under way
+        return "cancelled" if _cancel_tried(job_id, now) else None
     if result.outcome == "temporary":
         sender = config.senders.get(claim.sender_name)
         due_at = next_try_at(sender, tries, now, result) if sender else None
@@ -5426,21 +5428,28 @@ def _move_by_failure(config: Config, claim: Claim, result: SendResult, now: int)
     return "failed"
 
 
+def _cancel_tried(job_id: int, now: int) -> bool:
+    """active -> cancelled, for a job whose run was cancelled during a try that did not succeed."""
+    return move(Job, job_id, "active", "cancelled", finished_at=now, reason="cancelled", message=None)
+
+
 def recover_interrupted(config: Config, now: int) -> int:
     """At start: jobs still active belong to a process that is gone (the lock says there is no other).
 
-    active -> waiting, at once and without using up the plan. What was interrupted twice in a row is tried again one
-    after the other, so that of many under way only the one that ends the process is interrupted a third time; that one
-    goes active -> failed, for then the message is held to be the cause.
+    active -> waiting, at once and without using up the plan; or cancelled, where its run is. What was interrupted twice
+    in a row is tried again one after the other, so that of many under way only the one that ends the process is
+    interrupted a third time; that one goes active -> failed, for then the message is held to be the cause.
     """
     found = rows(
-        "SELECT j.id, j.run_id, j.step, j.tries, r.workflow FROM jobs j JOIN runs r ON r.id = j.run_id"
+        "SELECT j.id, j.run_id, j.step, j.tries, r.workflow, r.state FROM jobs j JOIN runs r ON r.id = j.run_id"
         " WHERE j.state = 'active'"
     )
     suspects = 0
-    for job_id, run_id, step, tries, workflow in found:
+    for job_id, run_id, step, tries, workflow, run_state in found:
         times = _interrupted_in_a_row(job_id, now)
-        if times >= MAX_INTERRUPTIONS:
+        if run_state == "cancelled":
+            _cancel_tried(job_id, now)
+        elif times >= MAX_INTERRUPTIONS:
             reason = f"the process ended {times} times during the try"
             move(Job, job_id, "active", "failed", finished_at=now, reason=reason)
             if tries == 0:
