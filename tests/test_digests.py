@@ -251,6 +251,16 @@ def test_a_window_that_ends_outside_the_hours_is_held_and_collects_on(world):
     assert w.sent[0][0] == digestd.parse_instant("2026-03-09T09:00:00Z")
 
 
+def test_an_event_after_the_end_of_a_window_that_has_to_wait_joins_it_before_any_tick(world):
+    w = world(HOURS)
+    at_friday(w)
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    w.clock.at += 11 * digestd.MINUTE
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    assert w.rows("SELECT state, waits FROM digests") == [("held", 1)]
+    assert w.rows("SELECT digest_id FROM events") == [(1,), (1,)]
+
+
 def test_without_the_extension_channels_outside_the_hours_are_skipped(world):
     w = world(BASIC)
     at_friday(w)
