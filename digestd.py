@@ -7022,12 +7022,25 @@ class Simulation:
         if spec_id is not None:
             return {"repeatable": step, "sender": sender, "slot": iso_text(slot_at), "message": message}
         events = load_events(event_id, digest_id)
-        key = row("SELECT key FROM digests WHERE id = ?", digest_id)[0] if digest_id is not None else ""
+        key = (
+            row("SELECT key FROM digests WHERE id = ?", digest_id)[0]
+            if digest_id is not None
+            else self._key_alone(workflow, step, events)
+        )
         return {
             "workflow": workflow, "step": step, "channel": kind if kind in CHANNELS else None, "sender": sender,
             "subscriberId": subscriber_id, "key": _key_value(key), "eventCount": len(events), "message": message,
             "transactionIds": [event.transaction_id for event in events],
         }  # fmt: skip
+
+    def _key_alone(self, workflow_name: str, step_id: str, events: Sequence[DigestedEvent]) -> str:
+        """The key of an event that goes on alone, past the digest steps up to this one."""
+        workflow = self.config.workflows.get(workflow_name)
+        place = workflow.places.get(step_id) if workflow else None
+        if workflow is None or place is None or not events:
+            return ""
+        passed = [step for name, step in workflow.digests.items() if workflow.places[name] <= place]
+        return digest_key(passed[-1], json.loads(events[0].payload_text)) if passed else ""
 
     def _spec_news(self) -> Iterator[dict[str, Any]]:
         for spec_id, name, state, reason in rows(

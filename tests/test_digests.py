@@ -368,6 +368,27 @@ def test_a_later_digest_step_that_starts_when_repeated_lets_the_first_run_past(w
     assert sent[0] == [1] and [len(events) for events in w.digested()] == [1, 2]
 
 
+# -- windows that last long --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "at"),
+    [
+        ('window = "1000d"', START + 1000 * digestd.DAY),
+        ('cron = "0 9 29 2 *"', digestd.parse_instant("2028-02-29T09:00:00Z")),
+    ],
+)
+def test_a_wait_of_years_ends_when_it_should(world, ends, at):
+    w = world('[daemon]\nmax_window = "3650d"\n' + BASIC.replace('window = "10m"', ends))
+    w.trigger("comments", payload={"postId": 1})
+    w.run_until(at - 1)
+    with digestd.transaction():
+        assert digestd.purge(w.now) == 0  # nothing of it is old
+    assert w.sent == []
+    w.run_until(at)
+    assert len(w.sent) == 1
+
+
 # -- windows that end otherwise ----------------------------------------------------------------------------------------
 
 

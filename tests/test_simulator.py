@@ -176,6 +176,7 @@ def test_an_event_that_goes_on_alone_says_why(play):
         ("skipped", "digest", "the first within 5m"), ("sent", "chat", None),
         ("opened", "digest", None), ("closed", "digest", None), ("sent", "chat", None),
     ]  # fmt: skip
+    assert [one["key"] for one in told] == [1] * 5 and [one.get("eventCount") for one in told] == [1, 1, None, 1, 1]
 
 
 def test_a_timeline_reads_as_words(play, tmp_path, cli):
