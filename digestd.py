@@ -88,6 +88,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zoneinfo
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
@@ -232,15 +233,14 @@ class Draft:
     repeatable: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What a sender sends: finished bytes and where to, the same on every try."""
 
     body: str
     content_type: str = "text/plain; charset=utf-8"
     subject: str | None = None
     to: str | None = None
-    summary: dict[str, Any] = dataclasses.field(default_factory=dict)
+    summary: Mapping[str, Any] = types.MappingProxyType({})  # what was rendered, for people
 
 
 @dataclasses.dataclass(slots=True)
@@ -3376,14 +3376,12 @@ _FIND_WINDOW = (
     "SELECT id, due_at FROM digests WHERE subscriber_id = ? AND workflow = ? AND step = ? AND key = ?"
     " AND state IN ('open', 'held')"
 )
-# Cancelled events stay tied to their window, but a window that they emptied is discarded at once: so when a window
-# ends, any event says that it holds something, and the index alone tells.
-_HOLDS_SOMETHING = """
-    WHEN EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id) THEN 1
-    ELSE EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id) END
-"""  # CASE, as OR among the columns of a result looks at both sides
-_WINDOW = f"""
-    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.state, d.waits, CASE {_HOLDS_SOMETHING}
+# A window is opened by what comes into it, and one that cancels emptied is discarded at once: when it ends, something
+# is in it, and the stage does not look. What somebody emptied by hand is found out when its message is composed.
+_WINDOW = """
+    SELECT d.id, d.workflow, d.step, d.subscriber_id, d.state, d.waits,
+           EXISTS (SELECT 1 FROM events e WHERE e.digest_id = d.id)
+           OR EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = d.id)
     FROM digests d WHERE d.id = ?
 """
 _INSERT_ARRIVAL = insert_text(Arrival, "subscriber_id", "workflow", "step", "key", "event_id", "arrived_at")
@@ -3397,9 +3395,9 @@ _COUNT_EVENTS = """
          + (SELECT count(*) FROM digest_runs m JOIN runs r ON r.id = m.run_id
             LEFT JOIN events e ON e.digest_id = r.digest_id AND e.state = 'placed' WHERE m.digest_id = ?)
 """
-_DUE_WINDOWS = f"""
-    SELECT d.id, d.state, CASE WHEN d.workflow IN (SELECT value FROM json_each(?)) THEN 0 {_HOLDS_SOMETHING}
-    FROM digests d WHERE d.state IN ('open', 'held') AND d.due_at <= ? ORDER BY d.due_at, d.id LIMIT ?
+_DUE_WINDOWS = """
+    SELECT id, state, workflow NOT IN (SELECT value FROM json_each(?))
+    FROM digests WHERE state IN ('open', 'held') AND due_at <= ? ORDER BY due_at, id LIMIT ?
 """
 
 
@@ -4437,14 +4435,14 @@ def promote_jobs(config: Config, now: int) -> int:
     """Stage: jobs (delayed) that are due -> waiting. Delays that end and have nothing more to wait for go on to
     completed at once, and their runs to the next step. The same few statements for all."""
     due = rows(_DUE_JOBS, now, BATCH)
-    is_plain = {place: _is_plain_delay(config, *place) for place in {tuple(place) for _, _, _, *place in due}}
-    delays = {job_id: run_id for job_id, _, run_id, *place in due if is_plain[tuple(place)]}
+    is_plain = {place: _is_plain_delay(config, *place) for place in {found[3:] for found in due}}
+    delays = {found[0]: found[2] for found in due if is_plain[found[3:]]}
     if delays:
         ended = move_all(Job, delays, "delayed", "completed", "", _AT_ONCE, taken_at=now, finished_at=now)
         execute(_NEXT_STEPS, now, json.dumps([delays[job_id] for job_id in ended]))
-    held = [job_id for job_id, is_held, *_ in due if is_held and not _goes_now(config, job_id, now)]
-    others = {job_id for job_id, *_ in due} - delays.keys() - set(held)
-    move_all(Job, sorted(others), "delayed", "waiting")
+    others = [found[:2] for found in due if found[0] not in delays]
+    ready = [job_id for job_id, is_held in others if not is_held or _goes_now(config, job_id, now)]
+    move_all(Job, ready, "delayed", "waiting")
     return len(due)
 
 
@@ -4526,11 +4524,12 @@ def _find_place(config: Config, job: WaitingJob, now: int) -> None:
 def _finish_in_app(config: Config, job: WaitingJob, now: int) -> None:
     try:
         draft = load_draft(config, job, now)
-        if is_wanted(draft):
+        unwanted = why_unwanted(draft)
+        if unwanted:
+            move(Job, job.id, "active", "skipped", finished_at=now, reason=unwanted)
+        else:
             write_inbox(draft, compose(draft), now)
             move(Job, job.id, "active", "completed", finished_at=now)
-        else:
-            move(Job, job.id, "active", "skipped", finished_at=now, reason=CONDITION_SAYS_NO)
     except PermanentFailure as error:
         move(Job, job.id, "active", "failed", finished_at=now, reason=error.message)
     go_on(config, [job.run_id], job.workflow, job.step, now)
@@ -4601,10 +4600,13 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
     return draft
 
 
-def is_wanted(draft: Draft) -> bool:
-    """Whether the condition of a message's step says yes, or there is none. Raises PermanentFailure."""
+def why_unwanted(draft: Draft) -> str:
+    """Why a message is not to be sent: its condition says no, or its window holds nothing. '' when it is. Raises
+    PermanentFailure where the condition cannot be told."""
+    if draft.digest_id is not None and not draft.events:
+        return "nothing is in it"
     condition = getattr(draft.content, "when", None)
-    return condition is None or condition_holds(condition, template_values(draft))
+    return "" if condition is None or condition_holds(condition, template_values(draft)) else CONDITION_SAYS_NO
 
 
 def _load_earlier(draft: Draft, digest_id: int | None) -> None:
@@ -4658,6 +4660,9 @@ def _clean_line(text: str) -> str:
         text = "".join(char if char.isprintable() or char in "\u200c\u200d" else " " for char in text)
     line = " ".join(text.split())
     return line if len(line) <= MAX_SUBJECT else line[: MAX_SUBJECT - 1] + "…"
+
+
+_name_line = functools.lru_cache(maxsize=256)(_clean_line)  # for names, which come again and again
 
 
 def render_content(draft: Draft) -> dict[str, Any]:
@@ -4736,7 +4741,7 @@ def _readable(draft: Draft, rendered: dict[str, Any]) -> str:
 
 
 def _default_subject(draft: Draft, rendered: dict[str, Any]) -> str:
-    return rendered.get("subject") or _clean_line(draft.workflow or str(draft.repeatable.get("name", "digestd")))
+    return rendered.get("subject") or _name_line(draft.workflow or str(draft.repeatable.get("name", "digestd")))
 
 
 def compose_log(draft: Draft, rendered: dict[str, Any]) -> Message:
@@ -4890,7 +4895,7 @@ class Room:
 def _message_text(message: Message) -> str:
     """A composed message as its job keeps it until it is final: every try sends the same bytes."""
     kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
-    return json.dumps({**kept, "summary": message.summary})
+    return json.dumps({**kept, "summary": dict(message.summary)})
 
 
 def _end_without_sending(config: Config, job: WaitingJob, state: str, reason: str, now: int) -> None:
@@ -4904,8 +4909,9 @@ def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft
     """The draft of a job's first try; None where there is nothing to send, and the job has ended with the reason."""
     try:
         draft = load_draft(config, job, now, count)
-        if not is_wanted(draft):
-            _end_without_sending(config, job, "skipped", CONDITION_SAYS_NO, now)
+        unwanted = why_unwanted(draft)
+        if unwanted:
+            _end_without_sending(config, job, "skipped", unwanted, now)
             return None
         missing = missing_address(draft)
         if missing is None:
@@ -7542,15 +7548,16 @@ def command_preview(arguments: argparse.Namespace) -> int:
     else:
         draft = _sample_draft(arguments, config, step, now)
     draft.sender = config.senders[step.sender] if step.sender is not None else None
-    wanted, missing = is_wanted(draft), missing_address(draft)
+    unwanted, missing = why_unwanted(draft), missing_address(draft)
     if missing is not None:
         draft.subscriber = {**draft.subscriber, "email": "somebody@example.org"}
     message = compose(draft)
-    for words in ([] if wanted else [f"it would be skipped: {CONDITION_SAYS_NO}"]) + [missing] * (missing is not None):
-        print(f"digestd: {words}", file=sys.stderr)
+    for words in (unwanted and f"it would be skipped: {unwanted}", missing):
+        if words:
+            print(f"digestd: {words}", file=sys.stderr)
     facts = {"sender": step.sender, "to": message.to, "subject": message.subject, "contentType": message.content_type}
     head = "".join(f"{name}: {value}\n" for name, value in facts.items() if value is not None)
-    show(arguments, {**facts, "wanted": wanted, "body": message.body}, f"{head}\n{message.body}".rstrip("\n"))
+    show(arguments, {**facts, "wanted": not unwanted, "body": message.body}, f"{head}\n{message.body}".rstrip("\n"))
     return 0
 
 

@@ -278,7 +278,7 @@ def test_a_critical_workflow_waits_for_no_hours(world):
     assert len(w.sent) == 1
 
 
-def test_windows_that_end_together_are_each_held_closed_or_discarded_for_themselves(world):
+def test_windows_that_end_together_are_each_held_or_closed_and_an_empty_one_sends_nothing(world):
     w = world(HOURS + BASIC[BASIC.index("[workflows.comments]") :].replace("workflows.comments", "workflows.plain"))
     at_friday(w)
     for workflow, who in (("comments", "s1"), ("comments", "s2"), ("plain", "s1"), ("plain", "s2")):
@@ -290,8 +290,10 @@ def test_windows_that_end_together_are_each_held_closed_or_discarded_for_themsel
     w.advance("10m")
     assert w.rows("SELECT workflow, subscriber_id, state FROM digests ORDER BY id") == [
         ("comments", "s1", "held"), ("comments", "s2", "closed"),
-        ("plain", "s1", "closed"), ("plain", "s2", "closed"), ("plain", "s3", "discarded"),
+        ("plain", "s1", "closed"), ("plain", "s2", "closed"), ("plain", "s3", "closed"),
     ]  # fmt: skip
+    assert [claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent] == ["s2", "s2"]  # s1 is out of its hours
+    assert w.one("SELECT count(*) FROM jobs WHERE reason = 'nothing is in it'") == 1
     for workflow in ("comments", "plain"):  # what was remembered of them is right too
         w.trigger(workflow, "s1", {"postId": 1, "n": 2})
     assert w.rows("SELECT digest_id FROM events ORDER BY id DESC LIMIT 2") == [(6,), (1,)]
@@ -522,6 +524,14 @@ def test_a_later_digest_whose_condition_says_no_is_passed_with_all_events_in_it(
 
 
 # -- what somebody did by hand -----------------------------------------------------------------------------------------
+
+
+def test_a_window_that_somebody_emptied_by_hand_sends_nothing(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1})
+    w.rows(f"UPDATE events SET state = 'cancelled', finished_at = {w.now}")
+    w.advance("10m")
+    assert w.sent == [] and w.one("SELECT state, reason FROM jobs") == ("skipped", "nothing is in it")
 
 
 def test_a_deleted_window_is_nobodys_and_stops_nothing(world):
