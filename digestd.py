@@ -1249,21 +1249,24 @@ def _growth(name: str, value: Any, arguments: Sequence[Any]) -> int:
     return 0
 
 
+def _spend(amount: int) -> None:
+    import liquid.exceptions
+
+    rendering = _rendering.get()
+    rendering.left -= amount
+    if rendering.left < 0:
+        raise liquid.exceptions.ResourceLimitError("it goes through more than 20 million characters", token=None)
+
+
 def _metered(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that counts what it goes through. One template must not keep all others waiting, whatever is in it or in
     a payload; and a number of a million digits is no number of a mail."""
 
     import liquid.exceptions
 
-    def spend(amount: int) -> None:
-        rendering = _rendering.get()
-        rendering.left -= amount
-        if rendering.left < 0:
-            raise liquid.exceptions.ResourceLimitError("it goes through more than 20 million characters", token=None)
-
     @functools.wraps(act)
     def run(value: Any, *arguments: Any, **named: Any) -> Any:
-        spend(50 + _extent(value) + sum(map(_extent, arguments)) + _growth(name, value, arguments))
+        _spend(50 + _extent(value) + sum(map(_extent, arguments)) + _growth(name, value, arguments))
         if name == "date" and value in ("now", "today"):
             value = EPOCH + dt.timedelta(milliseconds=_rendering.get().now)
         elif name == "date" and _extent(value) > 100:
@@ -1271,10 +1274,24 @@ def _metered(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
         found = act(value, *arguments, **named)
         if isinstance(found, int) and found.bit_length() > 4096:
             raise liquid.exceptions.ResourceLimitError("it makes a number of more than 1,200 digits", token=None)
-        spend(_extent(found))
+        _spend(_extent(found))
         return found
 
     return run
+
+
+def _metered_template() -> type[Any]:
+    """A template whose variables count too, each time they are read: a loop may look for something in a long text."""
+    import liquid
+    from liquid.context import RenderContext
+
+    class Reading(RenderContext):
+        def get(self, path: list[object], **options: Any) -> object:
+            found = super().get(path, **options)
+            _spend(_extent(found))
+            return found
+
+    return type("Metered", (liquid.BoundTemplate,), {"context_class": Reading})
 
 
 def _novu_output() -> type[Any]:
@@ -1301,6 +1318,7 @@ def _liquid(html: bool) -> liquid.Environment:
         loop_iteration_limit = 100_000
         output_stream_limit = 4 << 20
         local_namespace_limit = 1 << 20
+        template_class = _metered_template()
 
     environment = Bounded(autoescape=html)
     environment.add_filter("toSentence", filter_to_sentence)
