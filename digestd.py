@@ -1215,7 +1215,8 @@ def filter_uniq(items: Any, key: Any = None) -> Any:
     kept = []
     for item in items:
         value = item.get(str(key)) if key is not None and isinstance(item, dict) else item
-        mark = json.dumps(value, sort_keys=True, default=str) if isinstance(value, (dict, list)) else value
+        is_plain = not isinstance(value, (dict, list))  # a list is not the text that spells it
+        mark = (is_plain, value if is_plain else json.dumps(value, sort_keys=True, default=str))
         if mark not in seen:
             seen.add(mark)
             kept.append(item)

@@ -344,6 +344,6 @@ def test_a_template_cannot_reach_python(template):
 
 
 def test_items_that_are_alike_are_kept_once_in_their_order():
-    items = [{"n": 2}, {"n": 1}, {"n": 2}, 1, 1.0, "1", [1], [1], None, None]
-    assert digestd.filter_uniq(items) == [{"n": 2}, {"n": 1}, 1, "1", [1], None]
+    items = [{"n": 2}, {"n": 1}, {"n": 2}, 1, 1.0, "1", [1], [1], "[1]", None, None]
+    assert digestd.filter_uniq(items) == [{"n": 2}, {"n": 1}, 1, "1", [1], "[1]", None]
     assert digestd.filter_uniq([{"n": 1, "m": 1}, {"n": 1, "m": 2}, {"n": 2}], "n") == [{"n": 1, "m": 1}, {"n": 2}]
