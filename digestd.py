@@ -230,6 +230,7 @@ class Draft:
     events: list[DigestedEvent] = dataclasses.field(default_factory=list)
     steps: dict[str, list[DigestedEvent]] = dataclasses.field(default_factory=dict)
     digests: dict[str, Any] = dataclasses.field(default_factory=dict)  # the settings of those steps
+    waited: dict[str, int] = dataclasses.field(default_factory=dict)  # by delay steps, in ms
     repeatable: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -1223,28 +1224,52 @@ def filter_uniq(items: Any, key: Any = None) -> Any:
     return kept
 
 
+BUDGET = 20_000_000  # what one rendering may go through, in characters: a second or two, however fast the machine is
+TIMES_THROUGH = 20  # and so many times through all that it is given
+NODE = 16  # what one number, list or object counts, in characters
+TAG = 50  # and one tag or text of the template, each time it is rendered
+FILTER = 150  # and one filter, beside what goes through it
+MAX_DATE_FORMAT = 1000
+
+
 @dataclasses.dataclass
 class Rendering:
-    """One rendering under way: what time it is for it, in ms, and how much its filters may still go through."""
+    """One rendering under way: what time it is for it, in ms, and how much it may still go through, in characters. Who
+    has much to show may go through more: `spare` is what it shows, until that is needed."""
 
     now: int
-    left: int = 20_000_000  # characters and items: about a second, however fast the machine is
+    spare: Any
+    left: int = BUDGET
 
 
 _rendering: contextvars.ContextVar[Rendering] = contextvars.ContextVar("rendering")
 
 
 def _extent(value: Any) -> int:
-    """How much there is of a value, in characters and items."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value.bit_length() // 8
-    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else 1
+    """How much there is of a value, in characters: of a list or an object with all that is in it, for two of them may
+    be compared."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int):
+        return NODE + value.bit_length() // 8
+    if isinstance(value, range):
+        return NODE * max(0, value.stop - value.start)
+    extent, pending = NODE, [value] if isinstance(value, (list, tuple, dict)) else []
+    while pending:
+        inner = pending.pop()
+        for item in inner.values() if isinstance(inner, dict) else inner:
+            extent += len(item) if isinstance(item, str) else NODE
+            if isinstance(item, (list, tuple, dict)):
+                pending.append(item)
+        if isinstance(inner, dict):
+            extent += sum(map(len, inner))
+    return extent
 
 
 def _growth(name: str, value: Any, arguments: Sequence[Any]) -> int:
     """How much a filter that multiplies will make of its input, told before it does."""
-    if name == "join":
-        return _extent(value) * _extent(arguments[0] if arguments else " ")
+    if name in ("join", "toSentence", "digest"):
+        return (len(value) if isinstance(value, (str, list, tuple)) else 1) * max(map(_extent, arguments), default=1)
     if name == "replace" and len(arguments) == 2:
         return str(value).count(str(arguments[0])) * _extent(arguments[1])
     return 0
@@ -1255,8 +1280,12 @@ def _spend(amount: int) -> None:
 
     rendering = _rendering.get()
     rendering.left -= amount
+    if rendering.left < 0 and rendering.spare is not None:
+        rendering.left += TIMES_THROUGH * _extent(rendering.spare)
+        rendering.spare = None
     if rendering.left < 0:
-        raise liquid.exceptions.ResourceLimitError("it goes through more than 20 million characters", token=None)
+        words = f"it goes through more than {BUDGET // 1_000_000} million characters"
+        raise liquid.exceptions.ResourceLimitError(words, token=None)
 
 
 def _metered(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -1267,11 +1296,15 @@ def _metered(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(act)
     def run(value: Any, *arguments: Any, **named: Any) -> Any:
-        _spend(50 + _extent(value) + sum(map(_extent, arguments)) + _growth(name, value, arguments))
+        given = (*arguments, *named.values())
+        _spend(FILTER + _extent(value) + sum(map(_extent, given)) + _growth(name, value, given))
         if name == "date" and value in ("now", "today"):
             value = EPOCH + dt.timedelta(milliseconds=_rendering.get().now)
         elif name == "date" and _extent(value) > 100:
             return value
+        if name == "date" and arguments and _extent(arguments[0]) > MAX_DATE_FORMAT:
+            words = f"a date's format has at most {MAX_DATE_FORMAT} characters"
+            raise liquid.exceptions.ResourceLimitError(words, token=None)
         found = act(value, *arguments, **named)
         if isinstance(found, int) and found.bit_length() > 4096:
             raise liquid.exceptions.ResourceLimitError("it makes a number of more than 1,200 digits", token=None)
@@ -1282,17 +1315,43 @@ def _metered(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _metered_template() -> type[Any]:
-    """A template whose variables count too, each time they are read: a loop may look for something in a long text."""
+    """A template whose variables count too, each time they are read: a loop may look for something in a long text. So
+    do its tags: each of them, before it is rendered, asks which ones are disabled."""
     import liquid
     from liquid.context import RenderContext
 
     class Reading(RenderContext):
+        @property
+        def disabled_tags(self) -> Any:
+            _spend(TAG)
+            return self._disabled_tags
+
+        @disabled_tags.setter
+        def disabled_tags(self, names: Any) -> None:
+            self._disabled_tags = names
+
         def get(self, path: list[object], **options: Any) -> object:
             found = super().get(path, **options)
             _spend(_extent(found))
             return found
 
     return type("Metered", (liquid.BoundTemplate,), {"context_class": Reading})
+
+
+@functools.cache
+def _meter_ranges() -> None:
+    """Ranges such as (1..payload.n) count too, whole and where they are made: the library walks through one without
+    counting when it is reversed, begins further on, or is looked into, and has no hook for it."""
+    from liquid.builtin.expressions.primitive import RangeLiteral
+
+    make = RangeLiteral._make_range
+
+    def counted(self: Any, start: Any, stop: Any) -> range:
+        found = make(self, start, stop)
+        _spend(_extent(found))
+        return found
+
+    RangeLiteral._make_range = counted  # type: ignore[method-assign]
 
 
 def _novu_output() -> type[Any]:
@@ -1304,6 +1363,7 @@ def _novu_output() -> type[Any]:
         def render_to_output(self, context: Any, buffer: Any) -> int:
             value = self.expression.evaluate(context)
             if isinstance(value, (dict, list, tuple)):
+                _spend(_extent(value))
                 value = filter_json(value)
             return int(buffer.write(to_liquid_string(_as_in_js(value), context.autoescape)))
 
@@ -1321,6 +1381,7 @@ def _liquid(html: bool) -> liquid.Environment:
         local_namespace_limit = 1 << 20
         template_class = _metered_template()
 
+    _meter_ranges()
     environment = Bounded(autoescape=html)
     environment.add_filter("toSentence", filter_to_sentence)
     environment.add_filter("pluralize", filter_pluralize)
@@ -1352,7 +1413,7 @@ def render_template(text: str, context: dict[str, Any], html: bool = False, now:
         return text
     import liquid.exceptions
 
-    _rendering.set(Rendering(now))
+    _rendering.set(Rendering(now, context))
     try:
         return compile_template(text, html).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
@@ -1370,7 +1431,9 @@ def _condition_liquid() -> liquid.Environment:
     class Logical(liquid.Environment):
         logical_not_operator = True
         logical_parentheses = True
+        template_class = _metered_template()
 
+    _meter_ranges()
     return Logical()
 
 
@@ -1396,6 +1459,7 @@ def condition_holds(text: str, context: dict[str, Any]) -> bool:
     a wrong guess would send, or not, in silence."""
     import liquid.exceptions
 
+    _rendering.set(Rendering(0, context))
     try:
         return compile_condition(text).render(**context) == "yes"
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
@@ -1515,7 +1579,7 @@ def _read_schema(value: Any, info: pydantic.ValidationInfo) -> Any:
     if not isinstance(value, dict):
         raise ValueError("a payload schema is a table, or the name of a JSON file that holds an object")
     try:
-        PayloadRule(_json_value(value))
+        payload_rule(_json_value(value))
     except RuleError as error:
         raise ValueError(error.message) from None
     return value
@@ -1546,7 +1610,32 @@ class PayloadRule:
 
     def with_defaults(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The payload with the defaults of the properties that it lacks; the same object when it lacks none."""
-        return _with_defaults(self.schema, payload)
+        filled: dict[str, Any] = self._filled(self.schema, payload, frozenset())
+        return filled
+
+    def _filled(self, schema: Any, value: Any, within: frozenset[int]) -> Any:
+        """A value with the defaults that its schema names, also in the items of a list, in references and in allOf; not
+        those of anyOf and oneOf, of which nobody knows which one is meant (so does the validator of Novu). `within` are
+        the schemas whose default it is part of: one that holds itself ends there."""
+        for part in self._parts(schema, ("allOf",), set()) if isinstance(schema, dict) else ():
+            if isinstance(value, dict):
+                value = self._filled_object(part.get("properties"), value, within)
+            elif isinstance(value, list) and isinstance(part.get("items"), dict):
+                new = [self._filled(part["items"], item, within) for item in value]
+                value = new if any(one is not other for one, other in zip(new, value, strict=True)) else value
+        return value
+
+    def _filled_object(self, properties: Any, value: dict[str, Any], within: frozenset[int]) -> dict[str, Any]:
+        filled = {}
+        for name, inner in properties.items() if isinstance(properties, dict) else ():
+            if name in value:
+                new = self._filled(inner, value[name], within)
+                if new is not value[name]:
+                    filled[name] = new
+            elif isinstance(inner, dict) and "default" in inner:
+                own = inner["default"]
+                filled[name] = own if id(inner) in within else self._filled(inner, own, within | {id(inner)})
+        return {**value, **filled} if filled else value
 
     def knows(self, path: Sequence[str]) -> bool:
         """Whether the schema names a property at this path."""
@@ -1555,40 +1644,35 @@ class PayloadRule:
             level = [
                 inner[name]
                 for schema in level
-                for part in self._parts(schema, set())
+                for part in self._parts(schema, ("allOf", "anyOf", "oneOf"), set())
                 if isinstance(inner := part.get("properties"), dict) and isinstance(inner.get(name), dict)
             ]
         return bool(level)
 
-    def _parts(self, schema: dict[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
-        """A schema, and those that it is made of."""
+    def _parts(self, schema: dict[str, Any], words: Sequence[str], seen: set[str]) -> Iterator[dict[str, Any]]:
+        """A schema, and those that it is made of by these words and by references."""
         yield schema
-        for word in ("allOf", "anyOf", "oneOf"):
+        for word in words:
             for part in schema.get(word) or ():
                 if isinstance(part, dict):
-                    yield from self._parts(part, seen)
+                    yield from self._parts(part, words, seen)
         target = schema.get("$ref")
         if isinstance(target, str) and target.startswith("#") and target not in seen:
             found: Any = self.schema
             for name in target[1:].split("/")[1:]:
                 found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
             if isinstance(found, dict):
-                yield from self._parts(found, seen | {target})
+                yield from self._parts(found, words, seen | {target})
 
 
-def _with_defaults(schema: Any, value: Any) -> Any:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(value, dict) or not isinstance(properties, dict):
-        return value
-    filled = {}
-    for name, inner in properties.items():
-        if name in value:
-            new = _with_defaults(inner, value[name])
-            if new is not value[name]:
-                filled[name] = new
-        elif isinstance(inner, dict) and "default" in inner:
-            filled[name] = inner["default"]
-    return {**value, **filled} if filled else value
+@functools.lru_cache(maxsize=64)
+def _payload_rule(text: str) -> PayloadRule:
+    return PayloadRule(json.loads(text))
+
+
+def payload_rule(schema: dict[str, Any]) -> PayloadRule:
+    """The rule of a schema, compiled once however often it is asked for. Raises RuleError."""
+    return _payload_rule(json.dumps(schema))
 
 
 def _webhook_key(secret: pydantic.SecretStr, info: pydantic.ValidationInfo) -> pydantic.SecretStr:
@@ -1964,6 +2048,11 @@ class WorkflowSettings(Settings):
         return {step.id: step for step in self.steps if isinstance(step, DigestStep)}
 
     @functools.cached_property
+    def delays(self) -> dict[str, DelayStep]:
+        """Its delay steps by their ids."""
+        return {step.id: step for step in self.steps if isinstance(step, DelayStep)}
+
+    @functools.cached_property
     def holds_windows(self) -> bool:
         """Whether any of its windows may have to wait for the subscriber's hours."""
         return not self.critical and any(step.extend_to_schedule for step in self.digests.values())
@@ -1971,7 +2060,7 @@ class WorkflowSettings(Settings):
     @functools.cached_property
     def payload_rule(self) -> PayloadRule | None:
         """What payloads have to be like, compiled."""
-        return None if self.payload_schema is None else PayloadRule(self.payload_schema)
+        return None if self.payload_schema is None else payload_rule(self.payload_schema)
 
     def step(self, step_id: str) -> Any:
         """The step of an id, or None when the running config has none of that name."""
@@ -2191,7 +2280,7 @@ def _one_of(table: dict[str, Any], path: list[str | int], names: Sequence[str], 
 def _rule_for_check(value: Any, base: pathlib.Path) -> PayloadRule | None:
     """The payload schema of a workflow, where there is one that can be used."""
     try:
-        return PayloadRule(json.loads((base / value).read_bytes()) if isinstance(value, str) else value)
+        return payload_rule(json.loads((base / value).read_bytes()) if isinstance(value, str) else value)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, RuleError):
         return None  # what is wrong with it is told elsewhere
 
@@ -3480,7 +3569,8 @@ def template_values(draft: Draft) -> dict[str, Any]:
         "payload": json.loads(draft.events[0].payload_text) if draft.events else {},
         "subscriber": draft.subscriber,
         "workflow": {"name": draft.workflow},
-        "steps": {name: _step_values(draft.digests.get(name), events) for name, events in draft.steps.items()},
+        "steps": {name: _step_values(draft.digests.get(name), events) for name, events in draft.steps.items()}
+        | {name: {"duration": waited_ms} for name, waited_ms in draft.waited.items()},
     }
 
 
@@ -4107,6 +4197,7 @@ def sync_repeatables(config: Config, now: int) -> None:
 # jobs and attempts, the moves of jobs up to active, and those of the jobs that need no sender.
 
 OUTSIDE_HOURS = "outside the subscriber's schedule"
+LARGE = 64 * 1024  # characters of payload that take a while to compose
 LINES_AT_ONCE = 300  # of the log, in one turn; with many more its transaction would take over 50 ms
 
 _READY_RUNS = (
@@ -4616,6 +4707,8 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
         draft.steps[job.digest_step or ""] = draft.events
         _load_earlier(draft, job.digest_id if job.has_earlier else None)
     _pass_digests(draft, workflow)
+    if workflow.delays:
+        draft.waited = _waited(job.run_id, job.digest_id)
     return draft
 
 
@@ -4635,6 +4728,18 @@ def _load_earlier(draft: Draft, digest_id: int | None) -> None:
         step, earlier_id = behind.pop()
         draft.steps.setdefault(step, []).extend(load_events(None, earlier_id))
         behind += _earlier_digests(earlier_id)
+
+
+def _waited(run_id: int, digest_id: int | None) -> dict[str, int]:
+    """How long the delays on the way of a run were, in ms; where it comes from a window, those of what came first."""
+    waited: dict[str, int] = {}
+    while True:
+        ended = "type = 'delay' AND state = 'completed'"
+        waited |= dict(rows(f"SELECT step, finished_at - created_at FROM jobs WHERE run_id = ? AND {ended}", run_id))
+        joined = "SELECT min(m.run_id), r.digest_id FROM digest_runs m JOIN runs r ON r.id = m.run_id"
+        run_id, digest_id = row(f"{joined} WHERE m.digest_id = ?", digest_id)
+        if run_id is None:
+            return waited
 
 
 def _pass_digests(draft: Draft, workflow: WorkflowSettings) -> None:
@@ -4873,7 +4978,10 @@ def compose(draft: Draft) -> Message:
 
 def is_heavy(draft: Draft) -> bool:
     """Whether composing takes so long that it belongs in a thread."""
-    return len(draft.events) > 200 or isinstance(draft.sender, SmtpSettings)
+    events = draft.events
+    return (
+        len(events) > 200 or isinstance(draft.sender, SmtpSettings) or sum(len(e.payload_text) for e in events) > LARGE
+    )
 
 
 # -- claiming ----------------------------------------------------------------------------------------------------------
@@ -7540,6 +7648,7 @@ def _sample_draft(arguments: argparse.Namespace, config: Config, step: Any, now:
         )
     draft.steps = dict.fromkeys(passed, events)
     draft.digests = workflow.digests
+    draft.waited = {name: delay.delay for name, delay in workflow.delays.items() if isinstance(delay.delay, int)}
     return draft
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 from typing import Any
 
@@ -303,11 +304,69 @@ def test_now_is_when_the_message_is_composed_and_not_what_the_machine_says():
         "{% include 'x' %}",
         "{% render '/etc/passwd' %}",
         "{{ value | no_such_filter }}",
+        "{% if (1..999999999999) contains 'x' %}{% endif %}",
+        "{% for i in (1..999999999999) reversed %}{% break %}{% endfor %}",
+        "{% for i in (1..999999999999) offset: 99999999999 limit: 1 %}{% endfor %}",
+        "{% for i in (1..90000) %}{% if (1..90000) contains 'x' %}{% endif %}{% endfor %}",
+        "{{ 'now' | date: value }}",
+        "{{ value | split: '' | toSentence: '', 200000, value }}",
+        "{{ value | split: '' | digest: 200000, '', value }}",
     ],
 )
 def test_a_template_that_asks_too_much_fails_with_a_reason(template):
     with pytest.raises(digestd.DigestdError, match="template"):
         rendered(template, value="a" * 200_000)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% if one == other %}{% endif %}",
+        "{% if one contains other %}{% endif %}",
+        "{% if one contains 'x' %}{% endif %}",
+        "{{ one | uniq | size }}",
+        "{{ one | json | size }}",
+        "{% capture x %}{{ one }}{% endcapture %}",
+        "{% for item in one %}{% endfor %}",
+        "{% if true %}{% endif %}" * 20_000,
+        "{% for item in one limit: 1 %}{% endfor %}" * 2_000,
+    ],
+    ids=["equal", "contains", "contains text", "uniq", "json", "printed", "walked", "tags", "loops"],
+)
+def test_a_loop_over_little_that_holds_much_comes_to_an_end(body):
+    """What is inside counts, not only what is on top: these took minutes, or hours."""
+    one, other = ([[[] for _ in range(100_000)]] for _ in range(2))
+    with pytest.raises(digestd.DigestdError, match="goes through"):
+        digestd.render_template("{% for i in (1..90000) %}" + body + "{% endfor %}", {"one": one, "other": other})
+
+
+def test_a_digest_of_many_events_may_be_gone_through_in_full():
+    """What one rendering may go through grows with what it is given, or a table of a large digest would be refused."""
+    events = [{"payload": {"name": f"Ada {n}", "n": n, "at": 1_700_000_000 + n}} for n in range(10_000)]
+    row = "{{ e.payload.name | upcase | append: '!' }}{% if e.payload.n > 3 %}{{ e.payload.at | date: '%H:%M' }}{% endif %}"
+    template = "{% for e in events %}" + row * 4 + "{% endfor %}"
+    assert digestd.render_template(template, {"events": events}).startswith("ADA 0!")
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["(1..payload.n) contains 'x'", " or ".join(["payload.text contains payload.other"] * 100)],
+    ids=["range", "many"],
+)
+def test_a_condition_that_asks_too_much_fails_with_a_reason(condition):
+    payload = {"n": 10**12, "text": "x" * 400_000, "other": "x" * 200_000 + "y"}
+    with pytest.raises(digestd.PermanentFailure, match="goes through"):
+        digestd.condition_holds(condition, {"payload": payload})
+
+
+@pytest.mark.parametrize("compile_it", [digestd.compile_template, digestd.compile_condition])
+@pytest.mark.parametrize("depth", [300, 5_000])
+def test_brackets_in_brackets_without_end_are_refused_or_read(compile_it, depth):
+    text = "payload" + "[payload" * depth + "]" * depth
+    text = "{{ " + text + " }}" if compile_it is digestd.compile_template else "(" * depth + text + ")" * depth
+    with contextlib.suppress(digestd.RuleError):
+        compile_it(text)
 
 
 @pytest.mark.timeout(20)

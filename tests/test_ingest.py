@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -264,6 +265,45 @@ def test_a_schema_in_a_file_of_its_own_is_read_with_the_config_and_watched(tmp_p
         digestd.check_trigger(config, {"name": "comments", "to": "s1", "payload": {"postId": "x"}}, START)
 
 
+OBJECT = {"properties": {"lang": {"default": "en"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "payload", "filled"),
+    [
+        (OBJECT, {}, {"lang": "en"}),
+        (OBJECT, {"lang": None}, {"lang": None}),
+        ({"properties": {"who": OBJECT}}, {}, {}),
+        ({"properties": {"who": {**OBJECT, "default": {}}}}, {}, {"who": {"lang": "en"}}),
+        ({"properties": {"who": OBJECT}}, {"who": {"id": 1}}, {"who": {"id": 1, "lang": "en"}}),
+        (
+            {"properties": {"all": {"items": OBJECT}}},
+            {"all": [{}, {"lang": "de"}, 1]},
+            {"all": [{"lang": "en"}, {"lang": "de"}, 1]},
+        ),
+        ({"allOf": [OBJECT, {"properties": {"n": {"default": 0}}}]}, {}, {"lang": "en", "n": 0}),
+        ({"anyOf": [OBJECT]}, {}, {}),
+        (
+            {"properties": {"who": {"$ref": "#/$defs/who"}}, "$defs": {"who": OBJECT}},
+            {"who": {}},
+            {"who": {"lang": "en"}},
+        ),
+        ({"properties": {"next": {"$ref": "#", "default": {}}}}, {}, {"next": {"next": {}}}),
+    ],
+    ids=["top", "null", "absent", "default", "inside", "items", "allOf", "anyOf", "$ref", "itself"],
+)
+def test_defaults_are_filled_in_wherever_the_schema_says_so(schema, payload, filled):
+    before = copy.deepcopy(payload)
+    assert digestd.payload_rule(schema).with_defaults(payload) == filled
+    assert payload == before
+
+
+def test_a_payload_that_lacks_nothing_is_the_same_object():
+    payload = {"all": [{"lang": "de"}], "lang": "fr"}
+    schema = {"properties": {"all": {"items": OBJECT}, "lang": {"default": "en"}}}
+    assert digestd.payload_rule(schema).with_defaults(payload) is payload
+
+
 @pytest.mark.parametrize(
     ("schema", "known"),
     [
@@ -282,4 +322,4 @@ def test_a_schema_in_a_file_of_its_own_is_read_with_the_config_and_watched(tmp_p
     ],
 )
 def test_a_digest_key_is_looked_for_in_all_that_a_schema_is_made_of(schema, known):
-    assert digestd.PayloadRule(schema).knows(["a", "b"]) is known
+    assert digestd.payload_rule(schema).knows(["a", "b"]) is known

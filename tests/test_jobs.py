@@ -402,6 +402,52 @@ def test_a_condition_that_cannot_be_told_fails_its_message_and_retry_asks_again(
 
 # -- messages outside the subscriber's hours ---------------------------------------------------------------------------
 
+WAITED = """
+[workflows.w]
+[[workflows.w.steps]]
+id = "wait"
+type = "delay"
+delay = "90s"
+%s
+[[workflows.w.steps]]
+id = "digest"
+type = "digest"
+window = "10m"
+when = "%s"
+[[workflows.w.steps]]
+id = "again"
+type = "delay"
+delay = "1s"
+[[workflows.w.steps]]
+id = "send"
+type = "chat"
+sender = "hook"
+text = "{{ steps.wait.duration }} {{ steps.again.duration }} {{ steps.digest.eventCount }}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "digests", "text"),
+    [
+        ("", "true", "90000 1000 2"),
+        ("", "steps.wait.duration == 90000", "90000 1000 2"),
+        ("", "steps.wait.duration > 90000", "90000 1000 1"),
+        ('when = "false"', "true", " 1000 2"),
+        ("extend_to_schedule = true", "true", "3600000 1000 2"),  # from eight, until the office opens at nine
+    ],
+    ids=["through a digest", "in a condition", "digest skipped", "delay skipped", "held"],
+)
+def test_a_delay_leaves_how_long_it_was_for_the_steps_after_it(world, more, digests, text):
+    w = world(BASIC + WAITED % (more, digests))
+    w.subscriber("s1", schedule=OFFICE)
+    w.subscriber("s2", schedule=OFFICE)
+    w.clock.at -= digestd.HOUR if "extend" in more else 0
+    for number in range(2):
+        w.trigger("w", payload={"n": number})
+    w.advance("3h")
+    assert {body["data"]["text"] for body in w.bodies()} == {text}
+
+
 OFFICE = {
     "isEnabled": True,
     "weeklySchedule": {"monday": {"isEnabled": True, "hours": [{"start": "09:00 AM", "end": "05:00 PM"}]}},

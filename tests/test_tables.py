@@ -44,7 +44,17 @@ def with_any(rows: list[dict], *names: str) -> list[dict]:
 # -- the tables as a whole ---------------------------------------------------------------------------------------------
 
 
-ANSWERS = {"next", "error", "accepted", "equals", "inside", "sent", "refused", "skip"}  # one of which a test looks at
+ANSWERS = {
+    "next",
+    "error",
+    "accepted",
+    "equals",
+    "inside",
+    "sent",
+    "says",
+    "refused",
+    "skip",
+}  # one of which a test looks at
 
 
 def numbers(letter: str, first: int, last: int, digits: int = 2) -> set[str]:
@@ -226,7 +236,7 @@ def play(world, row: dict) -> World:
     return w
 
 
-@pytest.mark.parametrize("row", params([row for row in JOURNEYS if "refused" not in row]))
+@pytest.mark.parametrize("row", params([row for row in JOURNEYS if not {"refused", "says"} & row.keys()]))
 def test_triggers_become_the_messages_of_the_row(row, world):
     w = play(world, row)
     found, expected = messages(w), row.get("ours", row["sent"])
@@ -239,6 +249,11 @@ def test_triggers_become_the_messages_of_the_row(row, world):
     assert w.one("SELECT count(*) FROM jobs WHERE state = 'skipped'") == row["skipped"]
     trouble = w.rows("SELECT reason FROM v_trouble")
     assert [row["failed"] in reason for (reason,) in trouble] == [True] if "failed" in row else trouble == []
+
+
+@pytest.mark.parametrize("row", params(with_any(JOURNEYS, "says")))
+def test_triggers_become_the_texts_of_the_row(row, world):
+    assert [body["data"]["text"] for body in play(world, row).bodies()] == row["says"]
 
 
 @pytest.mark.parametrize("row", params(with_any(JOURNEYS, "refused")))
