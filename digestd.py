@@ -3476,6 +3476,7 @@ def received_events(config: Config, limit: int) -> list[tuple[Event | None, int,
 # begin from an event or a window. A window is [opened_at, due_at): an event at its end is never in it.
 
 CONDITION_SAYS_NO = "its condition says no"
+RELEASED = "released"
 WINDOWS_AT_ONCE = 2 * BATCH  # two short statements close them: 10 to 15 ms
 
 _INSERT_WINDOW = insert_text(Digest, "workflow", "step", "subscriber_id", "key", "opened_at", "closes_at", "due_at")
@@ -3711,13 +3712,14 @@ def close_if_full(config: Config, step: DigestStep, window_id: int, now: int) ->
 
 
 def release_window(window_id: int, now: int) -> bool:
-    """End a window now, by hand, whatever it waits for: open or held -> closed. Whether it did."""
+    """End a window now, by hand, whatever it waits for: open or held -> closed. Whether it did. Its messages go out
+    whatever the subscriber's hours say."""
     found = row(_WINDOW + " AND d.state IN ('open', 'held')", window_id)
     if not found:
         return False
     window = Window(*found)
     if window.has_events:
-        _close([window.id], window.state, now, "released")
+        _close([window.id], window.state, now, RELEASED)
     else:
         _discard(window.id, window.state, "nothing is in it", now)
     return True
@@ -4363,7 +4365,7 @@ def _earlier_digests(digest_id: int) -> list[tuple[str, int]]:
 def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, step: Any, now: int) -> None:
     """A channel step: a job that waits for its sender; outside the subscriber's hours one that is skipped, or held."""
     hours = None if workflow.critical or step.type == "in_app" else hours_of(config, run.subscriber_id)
-    if hours is not None and step.outside != "send" and not hours.is_inside(now):
+    if hours is not None and step.outside != "send" and not hours.is_inside(now) and not _is_released(run.digest_id):
         until = hold_until(hours, 0, now) if step.outside == "hold" else None
         if until is None:
             _pass_step(run, step, OUTSIDE_HOURS, now)
@@ -4374,6 +4376,11 @@ def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, st
         return
     insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
     execute(_RUN_STEP, step.id, None, run.id)
+
+
+def _is_released(digest_id: int | None) -> bool:
+    """Whether a person ended this window by hand: then its messages are wanted now, and not lost to the hours."""
+    return digest_id is not None and row("SELECT reason FROM digests WHERE id = ?", digest_id) == (RELEASED,)
 
 
 def _pass_step(run: ReadyRun, step: Any, reason: str, now: int) -> None:
@@ -7574,7 +7581,8 @@ def command_retry(arguments: argparse.Namespace) -> int:
 
 
 def command_release(arguments: argparse.Namespace) -> int:
-    """A window ends now, whatever it waits for, and its digest goes out; exit 1 when it is not open."""
+    """A window ends now, whatever it waits for, and its digest goes out, whatever the subscriber's hours say; exit 1
+    when it is not open."""
     config = config_of(arguments)
     with store_of(config) as now, _store_errors(str(config.database)), transaction():
         released = release_window(arguments.digest, now)

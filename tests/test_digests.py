@@ -459,6 +459,18 @@ def test_a_window_is_released_once_also_while_it_is_held(world):
     assert w.rows("SELECT digest_id FROM events ORDER BY id") == [(1,), (2,), (3,)]
 
 
+@pytest.mark.parametrize("outside", ["skip", "hold"])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_what_somebody_releases_at_night_goes_out_at_night(world, outside, by_hand):
+    w = world(BASIC.replace('sender = "hook"', f'sender = "hook"\noutside = "{outside}"'))
+    at_friday(w)
+    w.trigger("comments", payload={"postId": 1})
+    if by_hand:
+        assert release(w, 1)
+    w.advance("10m")
+    assert len(w.sent) == by_hand
+
+
 def test_a_released_window_cannot_be_cancelled_any_more(world):
     w = world()
     w.trigger("comments", payload={"postId": 1}, id="t1")
