@@ -1083,6 +1083,66 @@ def _slot(name: str, hours: Any) -> tuple[int, int]:
     return (start, end + 1) if end >= start else (start, end + 1441)
 
 
+def _novu_time(text: str) -> str:
+    """A time of the day as Novu's clients write it, 09:00 AM. Raises RuleError. What they cannot write stays: 24:00."""
+    hour, minute = divmod(_schedule_minute(text), 60)
+    return f"{hour % 12 or 12:02d}:{minute:02d} {'AM' if hour < 12 else 'PM'}" if hour < 24 else "24:00"
+
+
+def _span_text(slot: Mapping[str, str]) -> str:
+    return "-".join("{:02d}:{:02d}".format(*divmod(_schedule_minute(slot[end]), 60)) for end in ("start", "end"))
+
+
+def _day_span(text: str) -> list[str]:
+    """The days that a word names: mon, mon-fri, fri-mon, daily."""
+    if text == "daily":
+        return LONG_DAYS
+    first, dash, last = text.partition("-")
+    start, end = day_number(first), day_number(last) if dash else day_number(first)
+    return [LONG_DAYS[(start + ahead) % 7] for ahead in range((end - start) % 7 + 1)]
+
+
+def parse_hours(text: str) -> dict[str, Any] | None:
+    """A weekly schedule as a person writes it: `mon-fri 09:00-17:00, sat 10:00-12:00 14:00-16:00`; `always` is None.
+
+    The object is the one that `parse_schedule` reads. Raises RuleError.
+    """
+    if text.strip().lower() == "always":
+        return None
+    week: dict[str, Any] = {}
+    for part in text.lower().split(","):
+        days, *spans = part.split() or [""]
+        if not spans:
+            raise RuleError(f"{part.strip()!r} names no hours; write days and hours, such as mon-fri 09:00-17:00")
+        for day in _day_span(days):
+            slots = week.setdefault(day, {"isEnabled": True, "hours": []})["hours"]
+            for span in spans:
+                start, dash, end = span.partition("-")
+                if not dash:
+                    raise RuleError(f"{span!r} is no span of hours; write it as 09:00-17:00")
+                slots.append({"start": _novu_time(start), "end": _novu_time(end)})
+    schedule = {"isEnabled": True, "weeklySchedule": week}
+    parse_schedule(schedule)
+    return schedule
+
+
+def hours_text(schedule: Mapping[str, Any] | None) -> str:
+    """A weekly schedule in the words of `parse_hours`; days in a row that are alike stand together."""
+    if not schedule or not schedule.get("isEnabled") or schedule.get("weeklySchedule") is None:
+        return "always"
+    days = []
+    for name in (*LONG_DAYS[1:], LONG_DAYS[0]):
+        day = schedule["weeklySchedule"].get(name) or {}
+        slots = (day.get("hours") or []) if day.get("isEnabled") else []
+        days.append((name[:3], " ".join(map(_span_text, slots))))
+    parts = []
+    for hours, group in itertools.groupby(days, key=lambda day: day[1]):
+        names = [name for name, _ in group]
+        if hours:
+            parts.append(f"{names[0]}{'-' + names[-1] if len(names) > 1 else ''} {hours}")
+    return ", ".join(parts) or "never"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # 5 Config
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3290,6 +3350,17 @@ def check_subscriber_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
+def check_schedule(value: Any) -> str | None:
+    """The column for a subscriber's weekly hours; null removes them. Raises Rejected(422)."""
+    if value is None:
+        return None
+    try:
+        parse_schedule(value)
+    except RuleError as error:
+        raise Rejected(422, error.message, "schedule") from None
+    return json_text(value, "schedule")
+
+
 def _check_recipients(to: Any) -> list[Recipient]:
     """The recipients that `to` names, each once. One bad one refuses the whole call."""
     alone = to["subscriberId"] if type(to) is dict and len(to) == 1 and "subscriberId" in to else to
@@ -3477,6 +3548,8 @@ def received_events(config: Config, limit: int) -> list[tuple[Event | None, int,
 
 CONDITION_SAYS_NO = "its condition says no"
 RELEASED = "released"
+CANCELLED = "cancelled"
+SUBSCRIBER_DELETED = "subscriber deleted"
 WINDOWS_AT_ONCE = 2 * BATCH  # two short statements close them: 10 to 15 ms
 
 _INSERT_WINDOW = insert_text(Digest, "workflow", "step", "subscriber_id", "key", "opened_at", "closes_at", "due_at")
@@ -3895,7 +3968,7 @@ def _discard_if_empty(digest_id: int, now: int) -> None:
         _discard(digest_id, found[0], "all its events were cancelled", now)
 
 
-def _cancel_run(run_id: int, now: int) -> bool:
+def _cancel_run(run_id: int, now: int, reason: str = CANCELLED) -> bool:
     """What is unfinished of a run that comes from one event: its jobs, its place in a later window, itself. A try under
     way ends, and its result is recorded; nothing follows it."""
     found = row(
@@ -3904,7 +3977,7 @@ def _cancel_run(run_id: int, now: int) -> bool:
     state, later = found or ("", 0)
     if state == "merged" and row("SELECT 1 FROM digests WHERE id = ? AND state IN ('open', 'held')", later):
         execute("DELETE FROM digest_runs WHERE run_id = ?", run_id)
-        move(Run, run_id, "merged", "cancelled", finished_at=now, reason="cancelled")
+        move(Run, run_id, "merged", "cancelled", finished_at=now, reason=reason)
         _discard_if_empty(later, now)
         return True
     if state != "active":
@@ -3912,8 +3985,8 @@ def _cancel_run(run_id: int, now: int) -> bool:
     for job_id, job_state in rows(
         "SELECT id, state FROM jobs WHERE run_id = ? AND state IN ('delayed', 'waiting')", run_id
     ):
-        move(Job, job_id, job_state, "cancelled", finished_at=now, reason="cancelled", message=None)
-    return move(Run, run_id, "active", "cancelled", next_at=None, finished_at=now, reason="cancelled")
+        move(Job, job_id, job_state, "cancelled", finished_at=now, reason=reason, message=None)
+    return move(Run, run_id, "active", "cancelled", next_at=None, finished_at=now, reason=reason)
 
 
 def cancel_transaction(transaction_id: str, now: int) -> bool:
@@ -3936,6 +4009,35 @@ def cancel_transaction(transaction_id: str, now: int) -> bool:
         if digest_id is not None:
             _discard_if_empty(digest_id, now)
     return cancelled
+
+
+def delete_subscriber(subscriber_id: str, now: int) -> bool:
+    """A subscriber goes, with its feed; its windows are discarded, and what is unfinished of its runs is cancelled.
+    What was sent stays on record. False where there is none of this id."""
+    facts: dict[str, Any] = {"finished_at": now, "reason": SUBSCRIBER_DELETED}
+    for window_id, state in rows(
+        "SELECT id, state FROM digests WHERE subscriber_id = ? AND state IN ('open', 'held')", subscriber_id
+    ):
+        inside = rows("SELECT id FROM events WHERE digest_id = ? AND state = 'placed'", window_id)
+        joined = rows(
+            "SELECT r.id, r.event_id FROM digest_runs m JOIN runs r ON r.id = m.run_id WHERE m.digest_id = ?", window_id
+        )
+        move_all(Run, [run_id for run_id, _ in joined], "merged", "cancelled", **facts)
+        inside += [(event_id,) for _, event_id in joined if event_id is not None]
+        move_all(EventRow, [event_id for (event_id,) in inside], "placed", "cancelled", **facts)
+        execute("DELETE FROM digest_runs WHERE digest_id = ?", window_id)
+        _discard(window_id, state, SUBSCRIBER_DELETED, now)
+    received = rows("SELECT id FROM events WHERE state = 'received' AND subscriber_id = ?", subscriber_id)
+    move_all(EventRow, [found[0] for found in received], "received", "cancelled", **facts)
+    for run_id, event_id in rows(
+        "SELECT id, event_id FROM runs WHERE subscriber_id = ? AND state = 'active'", subscriber_id
+    ):
+        if _cancel_run(run_id, now, SUBSCRIBER_DELETED) and event_id is not None:
+            move(EventRow, event_id, "placed", "cancelled", **facts)
+    for table in ("inbox_messages", "arrivals"):
+        execute(f"DELETE FROM {table} WHERE subscriber_id = ?", subscriber_id)
+    database.known_subscribers.discard(subscriber_id)
+    return execute("DELETE FROM subscribers WHERE subscriber_id = ?", subscriber_id) > 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -6975,11 +7077,7 @@ class Simulation:
         subscriber_id = check_id(fields.get("subscriberId"), "subscriberId")
         columns = check_subscriber_fields(fields)
         if "schedule" in fields:
-            try:
-                parse_schedule(fields["schedule"])
-            except RuleError as error:
-                raise Rejected(422, error.message, "schedule") from None
-            columns["schedule"] = None if fields["schedule"] is None else json_text(fields["schedule"], "schedule")
+            columns["schedule"] = check_schedule(fields["schedule"])
         upsert_subscriber(subscriber_id, columns, self.clock.now())
 
     def _repeatable(self, fields: Any) -> None:
@@ -7590,6 +7688,83 @@ def command_release(arguments: argparse.Namespace) -> int:
     return 0 if released else 1
 
 
+def _subscriber_facts(config: Config, subscriber_id: str, now: int) -> dict[str, Any] | None:
+    """A subscriber as `show` tells it; None where there is none of this id."""
+    found = row("SELECT schedule FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+    if not found:
+        return None
+    facts, hours = load_person(subscriber_id), hours_of(config, subscriber_id)
+    facts["schedule"] = None if found[0] is None else json.loads(found[0])
+    if hours is not None:
+        opens_at = hours.next_start(now)
+        facts["inside"] = opens_at == now
+        facts["nextStart"] = None if opens_at is None or opens_at == now else iso_text(opens_at)
+    return facts
+
+
+def _subscriber_text(facts: dict[str, Any]) -> str:
+    parts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+    parts["hours"] = hours_text(facts["schedule"])
+    if "inside" in facts:
+        opens = f"outside until {facts['nextStart']}" if facts["nextStart"] else "outside, and never inside"
+        parts["now"] = "inside" if facts["inside"] else opens
+    width = max(map(len, SUBSCRIBER_FIELDS)) + 4
+    shown_parts = {name: text for name, text in parts.items() if name not in ("schedule", "inside", "nextStart")}
+    return "\n".join(f"{name:<{width}}{one_line(text)}" for name, text in shown_parts.items())
+
+
+def _given_columns(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The columns that the options of `subscriber set` name; an empty text clears."""
+    fields = {name: getattr(arguments, column) for name, column in SUBSCRIBER_FIELDS.items()}
+    fields = {name: text or None for name, text in fields.items() if text is not None}
+    if fields.get("data") is not None:
+        fields["data"] = _payload_argument(fields["data"])
+    columns = check_subscriber_fields(fields)
+    if arguments.schedule is not None and arguments.hours is not None:
+        raise UsageError("--schedule and --hours say the same; give one")
+    if arguments.hours is not None:
+        columns["schedule"] = check_schedule(parse_hours(arguments.hours))
+    elif arguments.schedule is not None:
+        columns["schedule"] = check_schedule(_payload_argument(arguments.schedule or "null"))
+    return columns
+
+
+def command_subscribers(arguments: argparse.Namespace) -> int:
+    """The subscribers, by their ids."""
+    config = config_of(arguments)
+    columns = "subscriber_id, first_name, last_name, email, phone, timezone, schedule IS NOT NULL AS has_hours"
+    with store_of(config), _store_errors(str(config.database)):
+        sql = f"SELECT {columns} FROM subscribers ORDER BY subscriber_id LIMIT ?"
+        if not show_table(arguments, sql, arguments.limit) and not arguments.json:
+            print("none")
+    return 0
+
+
+def command_subscriber(arguments: argparse.Namespace) -> int:
+    """Show a subscriber; with `set` after changing what the options name, making it where there is none."""
+    config, is_set = config_of(arguments), arguments.action == "set"
+    subscriber_id = check_id(arguments.id, "ID")
+    changes = _given_columns(arguments) if is_set else {}
+    with store_of(config, must_exist=not is_set) as now, _store_errors(str(config.database)):
+        if is_set:
+            with transaction():
+                upsert_subscriber(subscriber_id, changes, now)
+        facts = _subscriber_facts(config, subscriber_id, now)
+    if facts is None:
+        raise DigestdError(f"there is no subscriber {subscriber_id!r}", "digestd subscriber list shows all")
+    show(arguments, facts, _subscriber_text(facts))
+    return 0
+
+
+def command_forget(arguments: argparse.Namespace) -> int:
+    """Delete a subscriber: its open windows are discarded, its unfinished jobs cancelled; exit 1 when there is none."""
+    config = config_of(arguments)
+    with store_of(config) as now, _store_errors(str(config.database)), transaction():
+        deleted = delete_subscriber(arguments.id, now)
+    show(arguments, {"deleted": deleted}, "deleted" if deleted else f"there is no subscriber {arguments.id!r}")
+    return 0 if deleted else 1
+
+
 def command_sql(arguments: argparse.Namespace) -> int:
     """A query, or the sqlite3 shell, on the database, read-only, so that nothing is locked or changed by looking."""
     config = config_of(arguments)
@@ -7872,10 +8047,36 @@ def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     retry.add_argument("--all", action="store_true")
     release = add("release", command_release, "end a window now")
     release.add_argument("digest", type=functools.partial(_count, most=2**62), metavar="DIGEST")
+    _add_subscriber_command(add)
     add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument(
         "query", nargs="?", metavar="SQL"
     )
     add("schema", command_schema, "the JSON Schema of the config, for editors")
+
+
+def _add_subscriber_command(add: Callable[..., argparse.ArgumentParser]) -> None:
+    subscriber = add("subscriber", command_subscriber, "people: their address, zone and weekly hours")
+    actions = subscriber.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        parser = actions.add_parser(name, help=text, description=(function.__doc__ or text).strip())
+        _common(parser, top=False)
+        parser.set_defaults(function=function)
+        return parser
+
+    change = action("set", command_subscriber, "make one, or change fields; an empty text clears")
+    for parser in (
+        change,
+        action("show", command_subscriber, "one, and when its hours begin"),
+        action("delete", command_forget, "one, with its open work"),
+    ):
+        parser.add_argument("id", metavar="ID", help="the subscriber id that triggers name")
+    for field, column in SUBSCRIBER_FIELDS.items():
+        change.add_argument(f"--{column.replace('_', '-')}", metavar="JSON" if field == "data" else "TEXT")
+    change.add_argument("--hours", metavar="TEXT", help="mon-fri 09:00-17:00, sat 10:00-12:00; or always")
+    change.add_argument("--schedule", metavar="JSON", help="the same as Novu writes it: JSON, @file, or -")
+    listing = action("list", command_subscribers, "all")
+    listing.add_argument("-n", "--limit", type=_count, default=100, metavar="N", help="how many")
 
 
 def _add_trying_commands(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -1064,3 +1064,55 @@ def test_the_next_times_do_not_depend_on_the_zone_of_the_machine(cli, host):
     assert json.loads(done.stdout) == {"next": ["2024-01-08T00:00:00Z"]}
     done = cli("next", "daily at 09:00", "--from", "2024-01-03T13:00:00Z", "-n", "1", "--json", TZ=host)
     assert json.loads(done.stdout) == {"next": ["2024-01-04T09:00:00Z"]}
+
+
+# -- hours as a person writes them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [
+        ("mon-fri 09:00-17:00", None),
+        ("Mon-Fri 9:00am-5:00pm", "mon-fri 09:00-17:00"),
+        ("mon-fri 09:00-17:00, sat 10:00-12:00 14:00-16:00", None),
+        ("sat 10:00-12:00, monday 09:00-17:00, sat 14:00-16:00", "mon 09:00-17:00, sat 10:00-12:00 14:00-16:00"),
+        ("fri-mon 22:00-06:00", "mon 22:00-06:00, fri-sun 22:00-06:00"),
+        ("daily 00:00-24:00", "mon-sun 00:00-24:00"),
+        ("always", None),
+        (" ALWAYS ", "always"),
+    ],
+)
+def test_hours_in_words_are_a_schedule_and_words_again(text, again):
+    schedule = digestd.parse_hours(text)
+    assert digestd.hours_text(schedule) == (again or text)
+    assert digestd.parse_hours(digestd.hours_text(schedule)) == schedule
+
+
+def test_hours_in_words_are_written_as_the_clients_of_novu_do():
+    assert digestd.parse_hours("tue 0:30-12:00") == {
+        "isEnabled": True,
+        "weeklySchedule": {"tuesday": {"isEnabled": True, "hours": [{"start": "12:30 AM", "end": "12:00 PM"}]}},
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "mon", "mon-fri", "09:00-17:00", "mon 9-17", "mon 09:00", "mon 09:00-25:00", "funday 09:00-17:00", "mon-tues 1:00-2:00",
+     "mon 09:00-17:00,", "mon 24:00-06:00", "mon 09:00 - 17:00"],
+)  # fmt: skip
+def test_hours_in_words_that_mean_nothing_are_refused(text):
+    with pytest.raises(digestd.RuleError):
+        digestd.parse_hours(text)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (None, "always"),
+        ({"isEnabled": False, "weeklySchedule": {"monday": {"isEnabled": False}}}, "always"),
+        ({"isEnabled": True}, "always"),
+        ({"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": False, "hours": []}}}, "never"),
+    ],
+)
+def test_a_schedule_reads_as_words(schedule, text):
+    assert digestd.hours_text(schedule) == text

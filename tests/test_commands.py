@@ -586,6 +586,55 @@ def test_a_window_is_released_once(here, world, folder):
     assert query(folder, "SELECT state, reason FROM digests") == [("closed", "released")]
 
 
+# -- people ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_subscriber_is_set_shown_listed_and_deleted(here, folder):
+    made = fine(here("subscriber", "set", "ada", "--email", "ada@example.org", "--hours", "daily 00:00-24:00"))
+    assert "ada@example.org" in made and "mon-sun 00:00-24:00" in made and "inside" in made
+    changed = fine(here("subscriber", "set", "ada", "--first-name", "Ada", "--data", '{"plan": "pro"}', "--json"))
+    facts = json.loads(changed)
+    assert facts == json.loads(fine(here("subscriber", "show", "ada", "--json")))
+    assert (facts["firstName"], facts["email"], facts["data"]) == ("Ada", "ada@example.org", {"plan": "pro"})
+    cleared = json.loads(fine(here("subscriber", "set", "ada", "--email", "", "--hours", "always", "--json")))
+    assert "email" not in cleared and cleared["schedule"] is None
+    assert [one["subscriber_id"] for one in json.loads(fine(here("subscriber", "list", "--json")))] == ["ada"]
+    assert fine(here("subscriber", "delete", "ada")) == "deleted\n"
+    again, gone = here("subscriber", "delete", "ada"), here("subscriber", "show", "ada")
+    assert (again.returncode, gone.returncode) == (1, 1) and "no subscriber 'ada'" in gone.stderr
+    assert fine(here("subscriber", "list")) == "none\n"
+
+
+def test_a_schedule_is_taken_as_novu_writes_it_also_from_a_file(here, folder):
+    schedule = {"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [
+        {"start": "09:00 AM", "end": "05:00 PM"}]}}}  # fmt: skip
+    (folder / "hours.json").write_text(json.dumps(schedule), "utf-8")
+    for given in (json.dumps(schedule), "@" + str(folder / "hours.json")):
+        facts = json.loads(fine(here("subscriber", "set", "ada", "--schedule", given, "--json")))
+        assert facts["schedule"] == schedule and facts["inside"] == (facts["nextStart"] is None)
+    assert "mon 09:00-17:00" in fine(here("subscriber", "show", "ada"))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--email", "nobody"], "is not an e-mail address"),
+        (["--timezone", "Mars/Phobos"], "is not a time zone"),
+        (["--hours", "mon 9-5"], "is not a time of day"),
+        (["--schedule", '{"isEnabled": 1}'], "isEnabled true or false"),
+        (["--schedule", "{"], "not JSON"),
+        (["--data", "[]"], "data must be an object"),
+        (["--hours", "always", "--schedule", ""], "give one"),
+    ],
+)
+def test_a_bad_field_of_a_subscriber_is_refused_and_nothing_is_stored(here, folder, option, words):
+    refused = here("subscriber", "set", "ada", "--first-name", "Ada", *option)
+    assert refused.returncode in (1, 2) and words in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        json.loads(fine(here("subscriber", "list", "--json")) if (folder / "digestd.sqlite3").exists() else "[]") == []
+    )
+
+
 # -- trying out --------------------------------------------------------------------------------------------------------
 
 PREVIEW = BASIC.replace(

@@ -568,3 +568,92 @@ def test_a_window_for_which_somebody_wrote_a_run_closes_and_stops_no_other(world
     assert w.rows("SELECT state FROM digests ORDER BY id") == [("closed",), ("closed",)]
     assert w.rows("SELECT subscriber_id, count(*) FROM runs GROUP BY 1 ORDER BY 1") == [("s1", 1), ("s2", 1)]
     assert [claim.draft.subscriber["subscriberId"] for _, claim, _ in w.sent] == ["s2"]
+
+
+# -- deleting a subscriber ---------------------------------------------------------------------------------------------
+
+
+def delete(w, subscriber_id):
+    with digestd.transaction():
+        return digestd.delete_subscriber(subscriber_id, w.now)
+
+
+LATER = """
+[workflows.later]
+[[workflows.later.steps]]
+id = "feed"
+type = "in_app"
+text = "x"
+[[workflows.later.steps]]
+id = "wait"
+type = "delay"
+delay = "1m"
+[[workflows.later.steps]]
+id = "digest"
+type = "digest"
+window = "10m"
+[[workflows.later.steps]]
+id = "send"
+type = "chat"
+sender = "hook"
+"""
+
+
+def test_a_deleted_subscriber_gets_nothing_any_more_and_others_do(world):
+    w = world(BASIC + LATER)
+    for subscriber_id in ("s1", "s2"):
+        w.trigger("comments", subscriber_id, {"postId": 1})
+        w.trigger("later", subscriber_id)
+    w.advance("2m")
+    w.trigger("later", ["s1", "s2"])
+    w.rows("INSERT INTO events (workflow, subscriber_id, payload) VALUES ('comments', 's1', '{}')")
+    assert delete(w, "s1") and not delete(w, "s1") and not delete(w, "nobody")
+    w.advance("1d")
+    assert {body["data"]["subscriber"]["subscriberId"] for body in w.bodies()} == {"s2"}
+    assert len(w.sent) == 2
+    assert w.rows("SELECT DISTINCT state, reason FROM events WHERE subscriber_id = 's1'") == [
+        ("cancelled", "subscriber deleted")
+    ]
+    assert (
+        w.rows("SELECT state, reason FROM digests WHERE subscriber_id = 's1'")
+        == [("discarded", "subscriber deleted")] * 2
+    )
+    assert set(w.rows("SELECT state, reason FROM runs WHERE subscriber_id = 's1'")) == {
+        ("cancelled", "subscriber deleted")
+    }
+    assert w.rows("SELECT subscriber_id, count(*) FROM inbox_messages GROUP BY 1") == [("s2", 2)]
+    assert w.one("SELECT count(*) FROM v_trouble") == 0
+
+
+def test_a_deleted_subscriber_comes_back_with_the_next_trigger_and_nothing_of_before(world):
+    w = world()
+    w.subscriber("s1", email="a@example.test")
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    assert delete(w, "s1")
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    w.advance("10m")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[2]]
+    assert w.bodies()[0]["data"]["subscriber"] == {"subscriberId": "s1"}
+
+
+def test_a_message_on_its_way_while_its_subscriber_is_deleted_is_not_tried_again(world):
+    w = world(BASIC + LATER)
+    w.trigger("comments", payload={"postId": 1})
+    w.reply("hook", "temporary")
+    w.advance("10m")
+    assert delete(w, "s1")
+    w.advance("1d")
+    assert len(w.sent) == 1
+    assert w.rows("SELECT state, reason FROM jobs") == [("cancelled", "subscriber deleted")]
+
+
+def test_what_was_of_a_deleted_subscriber_is_purged_in_the_end(world):
+    w = world(BASIC + LATER)
+    w.trigger("comments", payload={"postId": 1})
+    w.trigger("later")
+    w.advance("2m")
+    assert delete(w, "s1")
+    w.advance("2d")
+    with digestd.transaction():
+        digestd.purge(w.now - digestd.DAY)
+    assert [w.one(f"SELECT count(*) FROM {table}") for table in ("events", "digests", "runs", "jobs")] == [0, 0, 0, 0]
