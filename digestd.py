@@ -133,6 +133,8 @@ MAX_DEPTH = 100  # levels of nesting in a JSON document from outside
 MAX_SUBJECT = 150
 MAX_WAITS = 3  # holds for the subscriber's hours, in all
 FIRST_SAMPLE = 1_704_067_200_000  # 2024, a leap year: calendars are judged from there, never from today
+MAX_MISSED = 100  # runs that are made up for after a downtime, where a repeatable asks for all of them
+MISSED_MS = 10 * SECOND  # later than that, a run was missed: a restart takes less
 MAX_INTERRUPTIONS = 3  # tries in a row that ended with the process: then the message is held to be the cause
 
 EVENT_MOVES = {("received", "placed"), ("received", "failed"), ("received", "cancelled"), ("placed", "cancelled")}
@@ -307,6 +309,14 @@ class TriggerCall(NamedTuple):
 
 class CancelCall(NamedTuple):
     transaction_id: str
+    reply: Reply
+    since: float
+
+
+class ActCall(NamedTuple):
+    """Anything else to be done inside the transaction: `act` is given now, and what it returns is the answer."""
+
+    act: Callable[[int], Any]
     reply: Reply
     since: float
 
@@ -1560,6 +1570,17 @@ def _interval(value: Any) -> int:
     return parse_duration(value)
 
 
+def _instant_value(value: Any) -> int:
+    """An instant in the config: a date and time of TOML, an ISO text, or milliseconds, as BullMQ has them."""
+    if isinstance(value, dt.datetime):
+        value = value.isoformat()
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value <= FAR_FUTURE:
+            raise RuleError(f"{shown(value)} is not an instant in ms")
+        return value
+    return parse_instant(value)
+
+
 def _template_field(html: bool) -> pydantic.AfterValidator:
     def validate(text: str, info: pydantic.ValidationInfo) -> str:
         if (info.context or {}).get("templates", True):
@@ -1878,6 +1899,14 @@ DelayLength = Annotated[
 Interval = Annotated[
     int, _rule_field(_interval), pydantic.WithJsonSchema({**_DURATION_SCHEMA, "type": ["string", "integer"]})
 ]
+Instant = Annotated[
+    int, _rule_field(_instant_value), pydantic.WithJsonSchema({"type": ["string", "integer"], "format": "date-time"})
+]
+Offset = Annotated[
+    int,
+    _rule_field(lambda value: 0 if value == 0 and not isinstance(value, bool) else _interval(value)),
+    pydantic.WithJsonSchema({**_DURATION_SCHEMA, "type": ["string", "integer"]}),
+]
 Zone = Annotated[str, _rule_field(_checked(load_zone))]
 CronText = Annotated[
     str, pydantic.Strict(), _rule_field(lambda text: text if not isinstance(text, str) else _checked(parse_cron)(text))
@@ -1942,6 +1971,8 @@ class ApiSettings(Settings):
 
 class SenderSettings(Settings):
     timeout: Duration = 15 * SECOND
+    concurrency: Annotated[int, pydantic.Field(ge=1, le=1000)] | None = None
+    max_per_minute: Annotated[int, pydantic.Field(ge=1, le=100_000)] | None = None
     retry: list[Duration] = [5 * SECOND, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR, 10 * HOUR]
     jitter: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.2
 
@@ -2139,12 +2170,56 @@ class RepeatableTrigger(Settings):
     payload: Annotated[dict[str, Any], _rule_field(_json_value)] = {}
 
 
+class Backoff(Settings):
+    """The waits between the tries of one run: all alike, or each twice the one before."""
+
+    type: Literal["fixed", "exponential"] = "fixed"
+    delay: Duration
+    jitter: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.0
+
+    def waits(self, count: int) -> list[int]:
+        """So many of them, in ms; none longer than a day."""
+        growth = 2 if self.type == "exponential" else 1
+        return [min(self.delay * growth ** min(number, 40), max(DAY, self.delay)) for number in range(count)]
+
+
+class RunRetention(Settings):
+    """How many ended runs of a repeatable are kept, and how long; one that failed stays."""
+
+    count: Annotated[int, pydantic.Field(ge=0)] | None = None
+    age: Duration | None = None
+
+
 class RepeatableSettings(Content):
     cron: CronText | None = None
     pattern: CronText | None = None  # BullMQ's word for the same
     every: Interval | None = None
+    align: Literal["clock", "start"] = "clock"
+    offset: Offset | None = None
     limit: Annotated[int, pydantic.Field(ge=1, le=2**53)] | None = None
+    count: Annotated[int, pydantic.Field(ge=0, le=2**53)] = 0
+    start_at: Instant | None = None
+    end_at: Instant | None = None
     timezone: Zone | None = None
+    immediately: bool = False
+    job_id: Name | None = None
+    overlap: Literal["allow", "skip", "queue"] = "allow"
+    missed: Literal["once", "skip", "all"] = "once"
+    jitter: Duration | None = None
+    attempts: Annotated[int, pydantic.Field(ge=1, le=100)] | None = None
+    backoff: (
+        Annotated[
+            Backoff,
+            pydantic.BeforeValidator(lambda value: {"delay": value} if isinstance(value, (str, int)) else value),
+        ]
+        | None
+    ) = None
+    retention: (
+        Annotated[
+            RunRetention, pydantic.BeforeValidator(lambda value: {"age": value} if isinstance(value, str) else value)
+        ]
+        | None
+    ) = None
     trigger: RepeatableTrigger | None = None
     sender: str | None = None
     data: JsonValue = None
@@ -2424,6 +2499,32 @@ def _login_problems(data: Any) -> Iterator[Found]:
                 yield [*path, "tls"], 'a password is not sent without TLS; set "starttls" or "implicit"'
 
 
+def _plan_problems(spec: dict[str, Any], path: list[str | int]) -> Iterator[Found]:
+    """Settings of a repeatable that exclude each other, or need another one."""
+    if spec.get("immediately") is True and "start_at" in spec:
+        yield [*path, "immediately"], "now and start_at exclude each other; set one of them"
+    if "every" not in spec:
+        yield from (([*path, name], "goes with every") for name in ("align", "offset") if name in spec)
+    if "sender" not in spec:
+        yield from (
+            ([*path, name], "goes with sender: a trigger is done in one go, and is not tried again")
+            for name in ("attempts", "backoff")
+            if name in spec
+        )
+    if spec.get("retention") in ({}, []):
+        yield [*path, "retention"], 'is empty; write "7d", or { count = 100, age = "7d" }'
+    with contextlib.suppress(RuleError):
+        if (
+            "start_at" in spec
+            and "end_at" in spec
+            and _instant_value(spec["end_at"]) < _instant_value(spec["start_at"])
+        ):
+            yield [*path, "end_at"], "lies before start_at, so it would never run"
+    with contextlib.suppress(RuleError):
+        if "jitter" in spec and "every" in spec and parse_duration(spec["jitter"]) >= _interval(spec["every"]):
+            yield [*path, "jitter"], "must be shorter than every, or runs would be lost"
+
+
 def _repeatable_problems(data: Any, senders: Any) -> Iterator[Found]:
     workflows = dict(_tables(data, "workflows"))
     for name, spec in _tables(data, "repeatables"):
@@ -2436,6 +2537,7 @@ def _repeatable_problems(data: Any, senders: Any) -> Iterator[Found]:
         )
         yield from _one_of(spec, path, ("sender", "trigger"), "a repeatable has one")
         yield from _sender_problems(spec, path, senders)
+        yield from _plan_problems(spec, path)
         target = spec["trigger"].get("workflow") if isinstance(spec.get("trigger"), dict) else None
         if isinstance(target, str) and target not in workflows:
             words = f"no workflow is called {shown(target)}; {nearest(target, list(workflows))}"
@@ -2461,6 +2563,68 @@ def _cross_problems(data: Any, base: pathlib.Path) -> Iterator[Found]:
                     yield ["api", "listen", place], f"{text!r} {words}"
 
 
+_FIELD_NAMES = ("second", "minute", "hour", "day of the month", "month", "day of the week")
+_FIELD_SIZES = (60, 60, 24, 31, 12, 7)
+
+
+def _step_trap(field: str, name: str, size: int) -> Iterator[str]:
+    for step in re.findall(r"(?:^|,)[*?]/(\d{1,4})", field):
+        if int(step) > 1 and size % int(step):
+            longer = {"second": "minute", "minute": "hour", "hour": "day", "day of the month": "month"}.get(name)
+            again = f"begins anew with each {longer or {'month': 'year'}.get(name, 'week')}"
+            yield f"*/{step} in the {name} is not every {step} of them: it {again}"
+
+
+def _gap_trap(rule: LocalRule) -> Iterator[str]:
+    """A planned local time that the clocks leave out, within three years."""
+    sim, at, last = rule.sims[0], FIRST_SAMPLE, FIRST_SAMPLE + 3 * 366 * DAY
+    while at < last and not rule.both:
+        change = _clock_change(at, at + 20 * DAY, rule.zone)
+        at += 20 * DAY
+        if change is None:
+            continue
+        second = dt.timedelta(seconds=1)
+        turn, later = local_time(change - SECOND, rule.zone), local_time(change, rule.zone)
+        planned, gap = next(sim.after(turn), None), later - turn - second
+        if planned is not None and planned < later and gap < 23 * HOUR // SECOND * second:
+            when = f"{planned:%H:%M} does not exist on {planned:%Y-%m-%d}, when the clocks change"
+            yield f"{when}: it runs at {planned + gap:%H:%M}"
+            return
+
+
+def cron_traps(text: str, zone: dt.tzinfo = UTC, seed: str = "") -> list[str]:
+    """What people fall into with a cron text that can be read: in words, each what it does and what was perhaps meant.
+    (Facts on BullMQ, 5: issues 305, 1736, and those of cron-parser on the two day fields.)"""
+    fields = CRON_ALIASES.get(text, text).split()
+    if len(fields) == 5:
+        fields.insert(0, "0")
+    second, minute, hour, day, _, weekday = fields
+    found = []
+    if second in ("*", "?") and (minute, hour) != ("*", "*") and text not in CRON_ALIASES:
+        once = " ".join(["0", *fields[1:]])
+        found.append(f"the first of six fields is the second: * runs 60 times in each minute; for once, write {once}")
+    for field, name, size in zip(fields, _FIELD_NAMES, _FIELD_SIZES, strict=True):
+        found += _step_trap(field, name, size)
+    if day not in ("*", "?") and weekday not in ("*", "?"):
+        found.append("both day fields are set: it runs when either of them matches, not only when both do")
+    late = sorted({int(number) for number in re.findall(r"(?<![\d/#])(\d\d)(?![\d/])", day) if 28 < int(number) < 32})
+    if late and weekday in ("*", "?"):
+        found.append(f"months without a day {late[0]} are passed over; L is the last day of each")
+    return [*found, *_gap_trap(parse_cron(text, zone, seed))]
+
+
+def _repeatable_warnings(config: Config, name: str, spec: RepeatableSettings) -> Iterator[tuple[str, str]]:
+    """What is allowed in a repeatable and perhaps not meant: (setting, words)."""
+    cron = spec.cron or spec.pattern
+    if cron is not None:
+        zone = load_zone(spec.timezone or config.daemon.timezone)
+        yield from (("cron" if spec.cron else "pattern", words) for words in cron_traps(cron, zone, name))
+    sender = config.senders.get(spec.sender or "")
+    rate = sender.max_per_minute if sender is not None else None
+    if spec.every is not None and rate is not None and spec.every * rate < MINUTE:
+        yield "every", f"makes more than the {rate} a minute that the sender {spec.sender!r} takes"
+
+
 def _open_to_others(path: pathlib.Path) -> bool:
     with contextlib.suppress(OSError):
         return bool(path.stat().st_mode & stat.S_IROTH)
@@ -2474,6 +2638,9 @@ def _calendar_warnings(step: Any, max_window: int) -> Iterator[tuple[list[str | 
     for place, day in enumerate(step.on or ()):
         if isinstance(day, int) and day > 28:
             yield ["on", place], f'months without a day {day} are passed over; "last" is the last day of each'
+    if step.cron is not None:
+        for words in cron_traps(step.cron, UTC, step.id):
+            yield ["cron"], words
     sample = next_times(
         calendar_rule(step.every, step.at, tuple(step.on or ()), step.cron, "UTC", step.id), FIRST_SAMPLE, 50
     )
@@ -2497,6 +2664,10 @@ def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> It
             for setting, words in _calendar_warnings(step, config.daemon.max_window):
                 where: list[str | int] = ["workflows", workflow, "steps", place, *setting]
                 yield Problem(file, lines.of(where), _path_text(where), words)
+    for name, spec in config.repeatables.items():
+        for key, words in _repeatable_warnings(config, name, spec):
+            where = ["repeatables", name, key]
+            yield Problem(file, lines.of(where), _path_text(where), words)
     for name, sender in config.senders.items():
         if isinstance(sender, SmtpSettings) and sender.tls == "none" and not is_loopback(sender.host):
             where = ["senders", name, "tls"]
@@ -2696,17 +2867,29 @@ class EventRow(Table):
 
 class Repeatable(Table):
     id = peewee.AutoField()
-    key = peewee.TextField(unique=True)
+    key = peewee.TextField()
     name = peewee.TextField()
     job_id = peewee.TextField(null=True)
     source = peewee.TextField()
     cron = peewee.TextField(null=True)
     every_ms = peewee.IntegerField(null=True)
+    align = peewee.TextField(default="clock")
+    offset_ms = peewee.IntegerField(default=0)
+    anchor_at = peewee.IntegerField(default=0)
     timezone = peewee.TextField()
+    start_at = peewee.IntegerField(null=True)
+    end_at = peewee.IntegerField(null=True)
     run_limit = peewee.IntegerField(null=True)
+    overlap = peewee.TextField(default="allow")
+    missed = peewee.TextField(default="once")
+    jitter_ms = peewee.IntegerField(default=0)
+    attempts = peewee.IntegerField(null=True)
+    backoff = peewee.TextField(null=True)
+    retention = peewee.TextField(null=True)
+    action = peewee.TextField()
     count = peewee.IntegerField(default=0)
     seq = peewee.IntegerField(default=0)
-    action = peewee.TextField()
+    behind = peewee.IntegerField(default=0)
     state = peewee.TextField(default="active")
     reason = peewee.TextField(null=True)
     created_at = peewee.IntegerField()
@@ -2727,6 +2910,7 @@ class Run(Table):
     seq = peewee.IntegerField(null=True)
     slot_at = peewee.IntegerField(null=True)
     taken_at = peewee.IntegerField(null=True)
+    count = peewee.IntegerField(null=True)
     step = peewee.TextField(null=True)
     next_at = peewee.IntegerField(null=True)
     state = peewee.TextField(default="active")
@@ -4046,18 +4230,89 @@ def delete_subscriber(subscriber_id: str, now: int) -> bool:
 # Specs, each with exactly one pending run (a unique index proves it). Owns all moves of repeatables, and the birth of
 # their runs and of those runs' jobs. Taking a run and adding the next one is one transaction, before its work starts.
 
+STILL_GOING = "the run before it is still going"
+
+
+class Spec(NamedTuple):
+    """What a repeatable is, apart from what has become of it; the columns of its row, and two that count when it is
+    added. Instants and spans in ms, the last four texts JSON."""
+
+    name: str
+    job_id: str | None
+    cron: str | None
+    every_ms: int | None
+    align: str
+    offset_ms: int
+    timezone: str
+    start_at: int | None
+    end_at: int | None
+    run_limit: int | None
+    overlap: str
+    missed: str
+    jitter_ms: int
+    attempts: int | None
+    backoff: str | None
+    retention: str | None
+    action: str  # sender and templates, or trigger; and data
+    first_count: int = 0  # where the counter starts
+    immediately: bool = False
+
+    @property
+    def key(self) -> str:
+        """The identity that BullMQ gives it: name, job id, end, zone, rule."""
+        end = "" if self.end_at is None else self.end_at
+        return f"{self.name}:{self.job_id or ''}:{end}:{self.timezone}:{self.cron or self.every_ms}"
+
+    def anchor(self, now: int) -> int:
+        """What its interval counts from: the epoch, its start, or the instant it is added."""
+        if self.align == "clock" or (self.start_at is None and self.offset_ms):
+            return self.offset_ms
+        return now if self.start_at is None else self.start_at + self.offset_ms
+
+    def begin(self, now: int) -> int:
+        """The instant after which its first slot lies: an interval that counts from its start begins with that."""
+        return now - 1 if self.align == "start" else now
+
+
+_SPEC_COLUMNS = Spec._fields[:-2]
+_TIMING = {"cron", "every_ms", "align", "offset_ms", "timezone", "start_at", "end_at"}
+_LABELS = {"every_ms": "every", "offset_ms": "offset", "run_limit": "limit", "jitter_ms": "jitter"}
+
+
+class Plan(NamedTuple):
+    """What the next run of a spec is planned from: columns of its row."""
+
+    id: int
+    name: str
+    cron: str | None
+    every_ms: int | None
+    anchor_at: int
+    timezone: str
+    start_at: int | None
+    end_at: int | None
+    run_limit: int | None
+    missed: str
+    jitter_ms: int
+    behind: int
+    taken: int  # its count
+    seq: int
+    action: str
+
+    @property
+    def rule(self) -> Rule:
+        """Raises RuleError."""
+        return _slot_rule(self.cron, self.every_ms, self.anchor_at, self.timezone, self.name)
+
+
+_PLAN_NAMES = [name if name != "taken" else "count" for name in Plan._fields]
+_PLAN_COLUMNS = ", ".join(_PLAN_NAMES)
 _INSERT_SPEC = insert_text(
-    Repeatable,
-    "key",
-    "name",
-    "source",
-    "cron",
-    "every_ms",
-    "timezone",
-    "run_limit",
-    "action",
-    "created_at",
-    "updated_at",
+    Repeatable, "key", "source", "anchor_at", "created_at", "updated_at", "count", *_SPEC_COLUMNS
+)  # fmt: skip
+_UPDATE_SPEC = (
+    "UPDATE repeatables SET key = ?, source = ?, anchor_at = coalesce(?, anchor_at), updated_at = ?, "
+    + ", ".join(f"{name} = ?" for name in _SPEC_COLUMNS)
+    + " WHERE id = ?"
 )
 _INSERT_SLOT_RUNS = (
     "INSERT INTO runs (repeatable_id, seq, slot_at, created_at)"
@@ -4066,56 +4321,74 @@ _INSERT_SLOT_RUNS = (
 _INSERT_JOB = insert_text(
     Job, "run_id", "step", "type", "sender", "state", "due_at", "public_id", "created_at", "finished_at", "reason"
 )
-
-
-class Spec(NamedTuple):
-    """What a repeatable is, apart from what has become of it."""
-
-    name: str
-    cron: str | None
-    every_ms: int | None
-    timezone: str
-    run_limit: int | None
-    action: str  # JSON: sender and templates, or trigger; and data
-
-    @property
-    def key(self) -> str:
-        """The identity that BullMQ gives it: name, job id, end, zone, rule."""
-        return f"{self.name}:::{self.timezone}:{self.cron or self.every_ms}"
-
-
-def spec_of(config: Config, name: str, settings: RepeatableSettings) -> Spec:
-    """The spec that an entry of the config stands for."""
-    action = settings.model_dump(include={"sender", "subject", "text", "html", "data", "trigger"}, exclude_none=True)
-    zone = settings.timezone or config.daemon.timezone
-    return Spec(
-        name,
-        settings.cron or settings.pattern,
-        settings.every,
-        zone,
-        settings.limit,
-        json.dumps(action, ensure_ascii=False),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _slot_rule(cron: str | None, every_ms: int | None, timezone: str, seed: str) -> Rule:
-    return parse_cron(cron, load_zone(timezone), seed) if cron is not None else Every(every_ms or 1)
-
-
-_PLAN = "RETURNING state, id, name, cron, every_ms, timezone, run_limit, count, seq, action"
-_TAKE_RUNS = (
-    "UPDATE runs SET taken_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND taken_at IS NULL"
-    " RETURNING id, repeatable_id, slot_at"
+_PENDING = (
+    "SELECT id, repeatable_id, slot_at FROM runs"
+    " WHERE id IN (SELECT value FROM json_each(?)) AND taken_at IS NULL AND state = 'active'"
 )
 _COUNT_RUNS = (
     "UPDATE repeatables SET count = count + 1, seq = seq + CASE state WHEN 'active' THEN 1 ELSE 0 END"
-    f" WHERE id IN (SELECT value FROM json_each(?)) {_PLAN}"
+    f" WHERE id IN (SELECT value FROM json_each(?)) RETURNING state, {_PLAN_COLUMNS}"
 )
-_COUNTS = (
-    "SELECT r.id, s.count FROM runs r JOIN repeatables s ON s.id = r.repeatable_id"
-    " WHERE r.id IN (SELECT value FROM json_each(?))"
+_TAKE_RUNS = (
+    "UPDATE runs SET taken_at = ?, count = (SELECT s.count FROM repeatables s WHERE s.id = runs.repeatable_id)"
+    " WHERE id IN (SELECT value FROM json_each(?))"
 )
+_IN_PROGRESS = "SELECT 1 FROM runs o WHERE o.repeatable_id = s.id AND o.taken_at IS NOT NULL AND o.state = 'active'"
+_DOUBTFUL_SLOTS = f"""
+    SELECT j.id, r.id, s.id, s.name, r.slot_at, s.missed = 'skip' AND ? - j.due_at > ?,
+           s.overlap = 'skip' AND EXISTS ({_IN_PROGRESS})
+    FROM jobs j JOIN runs r ON r.id = j.run_id JOIN repeatables s ON s.id = r.repeatable_id
+    WHERE j.id IN (SELECT value FROM json_each(?)) AND r.taken_at IS NULL AND (s.overlap = 'skip' OR s.missed = 'skip')
+"""
+
+
+def spec_of(config: Config, name: str, settings: RepeatableSettings) -> Spec:
+    """The spec that an entry of the config, a command or a call stands for."""
+    action = settings.model_dump(include={"sender", "subject", "text", "html", "data", "trigger"}, exclude_none=True)
+    backoff, retention = settings.backoff, settings.retention
+    return Spec(
+        name, settings.job_id, settings.cron or settings.pattern, settings.every, settings.align, settings.offset or 0,
+        settings.timezone or config.daemon.timezone, settings.start_at, settings.end_at, settings.limit,
+        settings.overlap, settings.missed, settings.jitter or 0, settings.attempts,
+        None if backoff is None else backoff.model_dump_json(),
+        None if retention is None else retention.model_dump_json(exclude_none=True),
+        json.dumps(action, ensure_ascii=False), settings.count, settings.immediately,
+    )  # fmt: skip
+
+
+_OTHER_WORDS = {  # as BullMQ and JavaScript have them
+    "tz": "timezone", "startDate": "start_at", "endDate": "end_at", "jobId": "job_id", "startAt": "start_at",
+    "endAt": "end_at",
+}  # fmt: skip
+
+
+def spec_from(config: Config, body: Any) -> Spec:
+    """The spec of a call or a command: an object with name and the settings of the config, also in BullMQ's words, its
+    options apart in `repeat` or not. Raises Rejected(422) with everything that is wrong."""
+    if not isinstance(body, dict) or not isinstance(body.get("name"), str):
+        raise Rejected(422, "a repeatable is an object with name, cron or every, and sender or trigger", "name")
+    flat = {**body, **(body["repeat"] if isinstance(body.get("repeat"), dict) else {})}
+    name = check_id(flat.pop("name"), "name")
+    settings = {
+        _OTHER_WORDS.get(key, key): value for key, value in flat.items() if key != "repeat" and value is not None
+    }
+    data = {"repeatables": {name: settings}, "workflows": dict.fromkeys(config.workflows, {})}
+    found = list(_repeatable_problems(data, config.senders))
+    try:
+        checked = RepeatableSettings.model_validate(settings, context={"secrets": False})
+    except pydantic.ValidationError as error:
+        for item in error.errors(include_url=False):
+            path = _real_path(["repeatables", name, *item["loc"]], data, item["type"])
+            found.append((path, one_line(_plain_words(item, path, data))))
+    if found:
+        told = [(_path_text(path[2:]), words) for path, words in found]
+        raise Rejected(422, "; ".join(f"{where}: {words}" if where else words for where, words in told), problems=told)
+    return spec_of(config, name, checked)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_rule(cron: str | None, every_ms: int | None, anchor_at: int, timezone: str, seed: str) -> Rule:
+    return parse_cron(cron, load_zone(timezone), seed) if cron is not None else Every(every_ms or 1, anchor_at)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -4124,80 +4397,139 @@ def action_of(text: str) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def plan_run(spec_id: int, after: int, now: int) -> bool:
-    """Add the pending run of an active spec: its first slot strictly after `after`. False when there is none to add:
-    the limit is reached (finished), or the rule has no further slot (broken)."""
-    _, *plan = row(f"UPDATE repeatables SET seq = seq + 1 WHERE id = ? {_PLAN}", spec_id)
-    return bool(_add_runs([(plan, after)], now))
+# -- the pending run ---------------------------------------------------------------------------------------------------
 
 
-def _next_slot(plan: Sequence[Any], after: int, now: int) -> int | None:
+def _finish_spec(spec_id: int, reason: str, now: int) -> None:
+    move(Repeatable, spec_id, "active", "finished", finished_at=now, reason=reason)
+
+
+def _break_spec(spec_id: int, name: str, reason: str, now: int) -> None:
+    if move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason):
+        log.error("repeatable %s is broken: %s", one_line(name), one_line(reason))
+
+
+def _next_slot(plan: Plan, after: int, now: int) -> int | None:
     """The slot of a spec's next run; None when there is none, and the spec has ended with the reason."""
-    spec_id, name, cron, every_ms, timezone, limit, count, _, _ = plan
-    if limit is not None and count >= limit:
-        move(Repeatable, spec_id, "active", "finished", finished_at=now, reason=f"the limit of {limit} runs is reached")
+    if plan.run_limit is not None and plan.taken >= plan.run_limit:
+        _finish_spec(plan.id, f"the limit of {plan.run_limit} runs is reached", now)
         return None
     slot_at, reason = None, "the rule has no further time"
     try:
-        slot_at = _slot_rule(cron, every_ms, timezone, name).next_after(after)
+        slot_at = plan.rule.next_after(after if plan.start_at is None else max(after, plan.start_at - 1))
     except RuleError as error:
         reason = error.message
-    if slot_at is None and move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason):
-        log.error("repeatable %s is broken: %s", one_line(name), reason)
+    if slot_at is None:
+        _break_spec(plan.id, plan.name, reason, now)
+    elif plan.end_at is not None and slot_at > plan.end_at:
+        _finish_spec(plan.id, f"its end, {iso_text(plan.end_at)}, is reached", now)
+        return None
     return slot_at
 
 
-def _add_runs(plans: Iterable[tuple[Sequence[Any], int]], now: int) -> int:
-    """Add the pending runs of specs, each with its job, by their plans and the instants after which they lie; how many
-    there were to add. Two statements for all."""
+def _spread(plan: Plan) -> int:
+    """How long after its slot a run is due: the same for the same run, so that many specs of one rule spread."""
+    if not plan.jitter_ms:
+        return 0
+    drawn = int.from_bytes(hashlib.sha256(f"{plan.name} {plan.seq}".encode()).digest()[:6])
+    return plan.jitter_ms * drawn >> 48
+
+
+def _add_runs(plans: Iterable[tuple[Plan, int]], now: int, at_once: bool = False) -> int:
+    """Add the pending runs of specs, each with its job, by their plans and the instants after which they lie, or with
+    the slot now; how many there were to add. Two statements for all."""
     slots, jobs = [], {}
     for plan, after in plans:
         slot_at = _next_slot(plan, after, now)
         if slot_at is None:
             continue
-        spec_id, name, *_, seq, action = plan
-        sender = action_of(action).get("sender")
+        if at_once:
+            slot_at = now
+        sender = action_of(plan.action).get("sender")
         kind = "trigger" if sender is None else "message"
-        slots.append((spec_id, seq, slot_at))
-        jobs[spec_id] = (name, kind, sender, "delayed", slot_at, new_public_id("msg", slot_at), now, None, None)
+        due_at = slot_at + (0 if at_once else _spread(plan))
+        slots.append((plan.id, plan.seq, slot_at))
+        jobs[plan.id] = (plan.name, kind, sender, "delayed", due_at, new_public_id("msg", slot_at), now, None, None)
     if slots:
         added = rows(_INSERT_SLOT_RUNS, now, json.dumps(slots))
         execute_many(_INSERT_JOB, [(run_id, *jobs[spec_id]) for run_id, spec_id in added])
     return len(slots)
 
 
+def plan_run(spec_id: int, after: int, now: int, at_once: bool = False) -> bool:
+    """Add the pending run of an active spec: its first slot strictly after `after`, or now. False when there is none to
+    add: the limit or the end is reached (finished), or the rule has no further slot (broken)."""
+    found = row(f"UPDATE repeatables SET seq = seq + 1 WHERE id = ? RETURNING {_PLAN_COLUMNS}", spec_id)
+    return bool(_add_runs([(Plan._make(found), after)], now, at_once))
+
+
 def take_runs(run_ids: Sequence[int], now: int) -> dict[int, int]:
     """Pending runs are taken: each is counted, and the next one of its spec added, planned from its slot or from now,
     whichever is later. A few statements for all; a spec whose next run the database refuses is broken, and alone.
 
-    Returns the count of each spec with this run. A retry finds its run taken and changes nothing.
+    Returns which of its spec's runs each is. A retry finds its run taken and changes nothing.
     """
     if not run_ids:
         return {}
     try:
         with savepoint():
-            return _take_together(run_ids, now)
+            _take_together(run_ids, now)
     except peewee.IntegrityError as error:
         if len(run_ids) > 1:
             return {known: count for run_id in run_ids for known, count in take_runs([run_id], now).items()}
         spec_id, name = row(
             "SELECT s.id, s.name FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?", *run_ids
         )
-        reason = f"its next run cannot be stored: {error}"
-        move(Repeatable, spec_id, "active", "broken", updated_at=now, reason=reason)
-        log.error("repeatable %s is broken: %s", one_line(name), one_line(reason))
-        return _take_together(run_ids, now)
+        _break_spec(spec_id, name, f"its next run cannot be stored: {error}", now)
+        _take_together(run_ids, now)
+    found = rows("SELECT id, count FROM runs WHERE id IN (SELECT value FROM json_each(?))", json.dumps(run_ids))
+    return {run_id: count or 0 for run_id, count in found}
 
 
-def _take_together(run_ids: Sequence[int], now: int) -> dict[int, int]:
-    ids = json.dumps(run_ids)
-    taken = {spec_id: (run_id, slot_at) for run_id, spec_id, slot_at in rows(_TAKE_RUNS, now, ids)}
-    plans = []
-    for state, *plan in rows(_COUNT_RUNS, json.dumps(list(taken))):
-        if state == "active":
-            plans.append((plan, max(now, taken[plan[0]][1])))
-    _add_runs(plans, now)
-    return dict(rows(_COUNTS, ids))
+def _take_together(run_ids: Sequence[int], now: int) -> None:
+    taken = {spec_id: (run_id, slot_at) for run_id, spec_id, slot_at in rows(_PENDING, json.dumps(run_ids))}
+    if not taken:
+        return
+    counted = rows(_COUNT_RUNS, json.dumps(list(taken)))
+    execute(_TAKE_RUNS, now, json.dumps([run_id for run_id, _ in taken.values()]))
+    plans = [Plan._make(columns) for state, *columns in counted if state == "active"]
+    _add_runs([(plan, _go_on_from(plan, taken[plan.id][1], now)) for plan in plans], now)
+
+
+def _go_on_from(plan: Plan, slot_at: int, now: int) -> int:
+    """The instant after which a spec's next run lies, when the one of this slot is taken: the later of slot and now,
+    so that nothing piles up. Where all missed runs are wanted, the slot, for MAX_MISSED runs in a row."""
+    if plan.missed != "all":
+        return max(now, slot_at)
+    following = plan.rule.next_after(slot_at)
+    is_behind = following is not None and following <= now
+    makes_up = is_behind and plan.behind + 1 < MAX_MISSED
+    if is_behind and not makes_up:
+        log.warning("repeatable %s missed more than %d runs; the others are passed over", plan.name, MAX_MISSED)
+    if makes_up or plan.behind:
+        execute("UPDATE repeatables SET behind = ? WHERE id = ?", plan.behind + 1 if makes_up else 0, plan.id)
+    return slot_at if makes_up else max(now, slot_at)
+
+
+def pass_slots(job_ids: Sequence[int], now: int) -> set[int]:
+    """Of jobs that are due, those of runs that are not to be: missed, or while the one before is still going, where
+    their spec says skip. They are skipped, uncounted, and the next run is added. Returns them."""
+    passed = set()
+    doubtful = rows(_DOUBTFUL_SLOTS, now, MISSED_MS, json.dumps(list(job_ids))) if job_ids else []
+    for job_id, run_id, spec_id, name, slot_at, is_missed, overlaps in doubtful:
+        if is_missed or overlaps:
+            reason = f"missed by {duration_text(now - slot_at)}" if is_missed else STILL_GOING
+            move(Job, job_id, "delayed", "skipped", finished_at=now, reason=reason)
+            move(Run, run_id, "active", "cancelled", finished_at=now, reason=reason)
+            log.warning("repeatable %s: the run of %s is skipped: %s", one_line(name), iso_text(slot_at), reason)
+            plan_run(spec_id, max(now, slot_at), now)
+            passed.add(job_id)
+    return passed
+
+
+def _pending_slot(spec_id: int) -> int | None:
+    found = row("SELECT slot_at FROM runs WHERE repeatable_id = ? AND taken_at IS NULL AND state = 'active'", spec_id)
+    return found[0] if found else None
 
 
 def _drop_pending_run(spec_id: int, reason: str, now: int) -> None:
@@ -4210,70 +4542,231 @@ def _drop_pending_run(spec_id: int, reason: str, now: int) -> None:
         move(Run, run_id, "active", "cancelled", finished_at=now, reason=reason)
 
 
-def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
-    """Add a spec, or bring the one of this name and source up to date; what changed, in words, '' for nothing.
+def last_known_at() -> int:
+    """The latest instant that the database has seen, as far as the newest rows tell; 0 for none."""
+    newest = ("SELECT created_at FROM runs", "SELECT started_at FROM attempts", "SELECT placed_at FROM events")
+    parts = ", ".join(f"coalesce(({text} ORDER BY id DESC LIMIT 1), 0)" for text in newest)
+    return int(row(f"SELECT max({parts})")[0])
 
-    The counter is kept. The pending run is planned anew only when the timing changed.
-    """
-    have = row(
-        "SELECT id, key, run_limit, action, state, count FROM repeatables WHERE name = ? AND source = ?",
-        spec.name,
-        source,
-    )
-    if have is None:
-        spec_id = insert(
-            _INSERT_SPEC,
-            spec.key, spec.name, source, spec.cron, spec.every_ms, spec.timezone, spec.run_limit, spec.action, now, now,
-        )  # fmt: skip
-        plan_run(spec_id, now, now)
-        return "added"
-    spec_id, key, run_limit, action, state, count = have
-    timing = key != spec.key
-    changed = [
-        word
-        for word, is_new in (
-            ("timing", timing),
-            ("limit", run_limit != spec.run_limit),
-            ("action", action != spec.action),
+
+def replan_intervals(now: int) -> int:
+    """After the wall clock was set back: the pending run of each interval is planned anew, where one lies before it, or
+    nothing would run for the length of the jump. Runs of cron keep their slots: a wall time that came does not come
+    again. Returns how many were planned anew."""
+    columns = ", ".join(f"s.{name}" for name in _PLAN_NAMES)
+    replanned = 0
+    for slot_at, *found in rows(
+        f"SELECT r.slot_at, {columns} FROM repeatables s JOIN runs r ON r.repeatable_id = s.id"
+        " WHERE s.state = 'active' AND s.every_ms IS NOT NULL AND r.taken_at IS NULL AND r.state = 'active'"
+        " AND r.slot_at > ?", now
+    ):  # fmt: skip
+        plan = Plan._make(found)
+        sooner = plan.rule.next_after(now if plan.start_at is None else max(now, plan.start_at - 1))
+        if sooner is not None and sooner < slot_at:
+            _drop_pending_run(plan.id, "the clock was set back", now)
+            replanned += plan_run(plan.id, now, now)
+    return replanned
+
+
+# -- adding, changing, removing ----------------------------------------------------------------------------------------
+
+
+def _have(spec: Spec, source: str) -> Any:
+    """The row that a spec is already there as: in the config the name is its identity, else the key. (id, source,
+    state, anchor, columns …), or None."""
+    columns = f"id, source, state, {', '.join(_SPEC_COLUMNS)} FROM repeatables"
+    if source == "config":
+        found = row(
+            f"SELECT {columns} WHERE source = 'config' AND name = ? ORDER BY state = 'retired', id DESC", spec.name
         )
-        if is_new
-    ]
-    if changed:
-        execute(
-            "UPDATE repeatables SET key = ?, cron = ?, every_ms = ?, timezone = ?, run_limit = ?, action = ?,"
-            " updated_at = ? WHERE id = ?",
-            spec.key, spec.cron, spec.every_ms, spec.timezone, spec.run_limit, spec.action, now, spec_id,
-        )  # fmt: skip
-    is_over = spec.run_limit is not None and count >= spec.run_limit
-    if state in ("retired", "broken") or (state == "finished" and not is_over):
+        if found:
+            return found
+    return row(f"SELECT {columns} WHERE key = ? AND state <> 'retired'", spec.key)
+
+
+def _value_text(column: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    return duration_text(value) if column.endswith("_ms") else iso_text(value) if column.endswith("_at") else str(value)
+
+
+def _change_text(column: str, old: Any, new: Any) -> str:
+    label = _LABELS.get(column, column)
+    if column in ("action", "backoff", "retention"):
+        return f"{label} changed"
+    return f"{label} {_value_text(column, old)} -> {_value_text(column, new)}"
+
+
+def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
+    """Add a spec, or bring the one that is there up to date; what changed, in words, '' for nothing.
+
+    The counter is kept. The pending run is planned anew only when the timing changed. Raises Rejected(409) for one that
+    the config holds.
+    """
+    have = _have(spec, source)
+    if have is None:
+        values = (spec.key, source, spec.anchor(now), now, now, spec.first_count, *spec[: len(_SPEC_COLUMNS)])
+        plan_run(insert(_INSERT_SPEC, *values), spec.begin(now), now, spec.immediately)
+        return "added"
+    spec_id, old_source, state, *old = have
+    if source != "config" and old_source == "config":
+        raise Rejected(409, f"{spec.key} is in the config file; change it there")
+    changed = {name: (was, new) for name, was, new in zip(_SPEC_COLUMNS, old, spec, strict=False) if was != new}
+    timing = bool(_TIMING & changed.keys())
+    words = [_change_text(name, *pair) for name, pair in changed.items()]
+    if old_source != source:
+        words.append(f"taken over from the {old_source}")
+    if words:
+        anchor_at = spec.anchor(now) if timing else None
+        execute(_UPDATE_SPEC, spec.key, source, anchor_at, now, *spec[: len(_SPEC_COLUMNS)], spec_id)
+    comes_back = state in ("retired", "broken") or (state == "finished" and (timing or "run_limit" in changed))
+    if comes_back:
         move(Repeatable, spec_id, state, "active", finished_at=None, reason=None, updated_at=now)
-        changed.append("active again")
-    if "timing" in changed or "action" in changed or "limit" in changed or "active again" in changed:
-        _plan_anew(spec_id, timing or "active again" in changed, action != spec.action, now)
-    return ", ".join(changed)
+        words.append("active again")
+    if comes_back or words:
+        begin = spec.begin(now) if timing or comes_back else None
+        _plan_anew(
+            spec_id, begin, bool({"action", "jitter_ms"} & changed.keys()), now, spec.immediately and state == "retired"
+        )
+    return ", ".join(words)
 
 
-def _plan_anew(spec_id: int, timing: bool, action: bool, now: int) -> None:
-    """After a change: keep the pending run where its timing holds, and let it do what the spec now says."""
-    pending = row("SELECT slot_at FROM runs WHERE repeatable_id = ? AND taken_at IS NULL AND state = 'active'", spec_id)
-    if (
-        pending
-        and not timing
-        and not action
-        and not row("SELECT 1 FROM repeatables WHERE id = ? AND run_limit <= count", spec_id)
-    ):
+def _plan_anew(spec_id: int, begin: int | None, action: bool, now: int, at_once: bool) -> None:
+    """After a change: keep the pending run where its timing holds, and let it do what the spec now says. `begin`: the
+    timing does not hold, and the next slot lies after that instant."""
+    slot_at = _pending_slot(spec_id)
+    is_over = row("SELECT run_limit <= count FROM repeatables WHERE id = ?", spec_id)[0]
+    if slot_at is not None and begin is None and not action and not is_over:
         return
     _drop_pending_run(spec_id, "planned anew", now)
-    after = now if timing or not pending else min(now, pending[0] - 1)
+    if begin is None:
+        begin = now if slot_at is None else min(now, slot_at - 1)
     if row("SELECT 1 FROM repeatables WHERE id = ? AND state = 'active'", spec_id):
-        plan_run(spec_id, after, now)
+        plan_run(spec_id, begin, now, at_once)
 
 
-def retire_repeatable(spec_id: int, name: str, state: str, now: int) -> None:
-    """A spec that the config no longer holds ends, with its pending run; a run under way finishes."""
-    _drop_pending_run(spec_id, "removed from the config", now)
-    if move(Repeatable, spec_id, state, "retired", finished_at=now, reason="removed from the config"):
-        log.info("repeatable %s: removed", one_line(name))
+def add_repeatable(spec: Spec, source: str, now: int) -> str:
+    """The same for one that a person or a program adds: what changed. Inside the caller's transaction, which is undone
+    where this raises Rejected: 409 for one in the config, 422 for one that would never run."""
+    words = upsert_repeatable(spec, source, now)
+    state, reason = row("SELECT state, reason FROM repeatables WHERE key = ? AND state <> 'retired'", spec.key)
+    if words == "added" and state != "active":
+        raise Rejected(422, f"it would never run: {reason}")
+    return words
+
+
+class NamedSpec(NamedTuple):
+    """A spec that a command or a call is about."""
+
+    id: int
+    key: str
+    name: str
+    state: str
+    source: str
+
+
+def find_repeatable(text: str) -> NamedSpec:
+    """A spec by its key, or by its name where only one has it. Raises Rejected: 404, or 409 for several."""
+    found = rows(
+        "SELECT id, key, name, state, source FROM repeatables WHERE (key = ? OR name = ?) AND state <> 'retired'"
+        " ORDER BY key <> ?, key", text, text, text
+    )  # fmt: skip
+    if not found:
+        raise Rejected(404, f"no repeatable has the key or name {text!r}", hint="digestd repeat list shows all")
+    if len(found) > 1 and found[0][1] != text:
+        keys = ", ".join(key for _, key, *_ in found)
+        raise Rejected(409, f"several repeatables are called {text!r}; give one of the keys {keys}")
+    return NamedSpec._make(found[0])
+
+
+def retire_repeatable(spec: NamedSpec, reason: str, now: int) -> None:
+    """A spec ends, with its pending run; a run under way finishes."""
+    _drop_pending_run(spec.id, reason, now)
+    if move(Repeatable, spec.id, spec.state, "retired", finished_at=now, reason=reason):
+        log.info("repeatable %s: %s", one_line(spec.name), reason)
+
+
+def pause_repeatable(spec: NamedSpec, now: int) -> bool:
+    """active -> paused, without a pending run; a run under way finishes. False when it is not active."""
+    if not move(Repeatable, spec.id, "active", "paused", updated_at=now, reason="paused by hand"):
+        return False
+    _drop_pending_run(spec.id, "paused", now)
+    return True
+
+
+def resume_repeatable(spec: NamedSpec, now: int) -> bool:
+    """paused -> active, with its next run from now on; what fell into the pause is not made up for."""
+    if not move(Repeatable, spec.id, "paused", "active", updated_at=now, reason=None):
+        return False
+    plan_run(spec.id, now, now)
+    return True
+
+
+def skip_next_run(spec: NamedSpec, now: int) -> int:
+    """Pass over the pending run, uncounted, and add the one after it; the slot that was passed over. Raises
+    Rejected(409) where there is none."""
+    slot_at = _pending_slot(spec.id)
+    if slot_at is None:
+        raise Rejected(409, f"{spec.key} has no pending run: it is {spec.state}")
+    _drop_pending_run(spec.id, "skipped by hand", now)
+    plan_run(spec.id, max(now, slot_at), now)
+    return slot_at
+
+
+def run_now(spec: NamedSpec, now: int) -> int:
+    """One more run, now, beside the pending one, whose slot stays; which of the spec's runs it is. Raises Rejected(409)
+    where its limit or its end forbids that."""
+    if spec.state == "finished":
+        raise Rejected(409, f"{spec.key} is finished: it runs no more")
+    count, seq, limit, action = row(
+        "UPDATE repeatables SET count = count + 1, seq = seq + 1 WHERE id = ? RETURNING count, seq, run_limit, action",
+        spec.id,
+    )
+    if limit is not None and count > limit:
+        raise Rejected(409, f"{spec.key} has had its {limit} runs")
+    sender = action_of(action).get("sender")
+    run_id = insert(
+        insert_text(Run, "repeatable_id", "seq", "slot_at", "taken_at", "count", "created_at"),
+        spec.id, seq, now, now, count, now,
+    )  # fmt: skip
+    kind = "trigger" if sender is None else "message"
+    insert(_INSERT_JOB, run_id, spec.name, kind, sender, "waiting", now, new_public_id("msg", now), now, None, None)
+    if limit is not None and count >= limit and spec.state == "active":
+        _drop_pending_run(spec.id, "the limit is reached", now)
+        _finish_spec(spec.id, f"the limit of {limit} runs is reached", now)
+    return int(count)
+
+
+def do_to_repeatable(deed: str, text: str, now: int) -> dict[str, Any]:
+    """What a person does with a spec, by its key or name: remove, pause, resume, run-now, skip-next. What came of it.
+    Raises Rejected: 404 for none, 409 where its state or its source forbids it."""
+    spec = find_repeatable(text)
+    if deed == "remove":
+        if spec.source == "config":
+            raise Rejected(409, f"{spec.key} is in the config file; take it out there, or pause it")
+        retire_repeatable(spec, "removed", now)
+    elif deed == "run-now":
+        return {"key": spec.key, "count": run_now(spec, now)}
+    elif deed == "skip-next":
+        return {"key": spec.key, "skipped": iso_text(skip_next_run(spec, now))}
+    elif not (pause_repeatable if deed == "pause" else resume_repeatable)(spec, now):
+        raise Rejected(409, f"{spec.key} is {spec.state}, so it cannot be {deed}d")
+    return {"key": spec.key}
+
+
+REPEATABLE_DEEDS = ("remove", "pause", "resume", "run-now", "skip-next")
+
+
+def revive_broken(now: int) -> int:
+    """Look again for the next time of specs that had none: a zone may be known by now. How many have one."""
+    revived = 0
+    for spec_id, name in rows("SELECT id, name FROM repeatables WHERE state = 'broken'"):
+        move(Repeatable, spec_id, "broken", "active", updated_at=now, reason=None)
+        _drop_pending_run(spec_id, "planned anew", now)
+        if plan_run(spec_id, now, now):
+            log.warning("repeatable %s runs again", one_line(name))
+            revived += 1
+    return revived
 
 
 def sync_repeatables(config: Config, now: int) -> None:
@@ -4286,12 +4779,86 @@ def sync_repeatables(config: Config, now: int) -> None:
             log.error("repeatable %s cannot be stored: %s", one_line(name), error)
             continue
         if changed:
-            log.info("repeatable %s: %s", one_line(name), changed)
-    for spec_id, name, state in rows(
-        "SELECT id, name, state FROM repeatables WHERE source = 'config' AND state <> 'retired'"
+            log.info("repeatable %s: %s", one_line(name), one_line(changed))
+    for found in rows(
+        "SELECT id, key, name, state, source FROM repeatables WHERE source = 'config' AND state <> 'retired'"
     ):
-        if name not in config.repeatables:
-            retire_repeatable(spec_id, name, state, now)
+        spec = NamedSpec._make(found)
+        if spec.name not in config.repeatables:
+            retire_repeatable(spec, "removed from the config", now)
+
+
+# -- looking in --------------------------------------------------------------------------------------------------------
+
+
+def rule_text(cron: str | None, every_ms: int | None, align: str, offset_ms: int, anchor_at: int) -> str:
+    """A spec's rule in words."""
+    if cron is not None:
+        return f"cron {cron}"
+    text = f"every {duration_text(every_ms or 1)}"
+    if align == "start" and anchor_at != offset_ms:
+        return f"{text}, counted from {iso_text(anchor_at)}"
+    return text + (f", {duration_text(offset_ms)} past the clock" if offset_ms else "")
+
+
+def _coming(plan: Plan, pending_at: int | None, count: int) -> list[int]:
+    """The slots that a spec will have, the pending one first; fewer where its limit or end comes before."""
+    most = count if plan.run_limit is None else min(count, plan.run_limit - plan.taken)
+    if pending_at is None or most <= 0:
+        return []
+    with contextlib.suppress(RuleError):
+        later = next_times(plan.rule, pending_at, most - 1) if most > 1 else []
+        return [pending_at, *(at for at in later if plan.end_at is None or at <= plan.end_at)]
+    return [pending_at]
+
+
+def _last_run(spec_id: int) -> dict[str, Any] | None:
+    found = row(
+        "SELECT r.slot_at, r.taken_at, j.state, j.finished_at, coalesce(j.reason, (SELECT a.reason FROM attempts a"
+        " WHERE a.job_id = j.id ORDER BY a.number DESC LIMIT 1)) FROM runs r JOIN jobs j ON j.run_id = r.id"
+        " WHERE r.repeatable_id = ? AND r.taken_at IS NOT NULL ORDER BY r.seq DESC LIMIT 1", spec_id
+    )  # fmt: skip
+    if not found:
+        return None
+    slot_at, taken_at, state, finished_at, reason = found
+    return {
+        "slot": iso_text(slot_at), "takenAt": iso_text(taken_at), "latenessMs": taken_at - slot_at, "result": state,
+        "finishedAt": None if finished_at is None else iso_text(finished_at), "reason": reason,
+    }  # fmt: skip
+
+
+def _day_counts(spec_id: int, now: int) -> tuple[int, int]:
+    """How many runs were taken in the last 24 hours, and how many of them failed; read from the newest back."""
+    older = "SELECT seq FROM runs WHERE repeatable_id = ? AND taken_at <= ? ORDER BY seq DESC LIMIT 1"
+    runs, failures = row(
+        "SELECT count(*), coalesce(sum(j.state = 'failed'), 0) FROM runs r JOIN jobs j ON j.run_id = r.id"
+        f" WHERE r.repeatable_id = ? AND r.seq > coalesce(({older}), 0) AND r.taken_at IS NOT NULL",
+        spec_id, spec_id, now - DAY,
+    )  # fmt: skip
+    return runs, failures
+
+
+def repeatable_facts(now: int, key: str | None = None, count: int = 5) -> list[dict[str, Any]]:
+    """The specs (or the one of a key) as listings tell them, with so many of the times to come; ordered by the next
+    time, then the key. Retired ones are history and not listed."""
+    others = ("key", "state", "reason", "source", "job_id", "align", "offset_ms", "overlap")
+    wanted, values = (" AND key = ?", (key,)) if key is not None else ("", ())
+    listed = []
+    for found in rows(
+        f"SELECT {', '.join(others)}, {_PLAN_COLUMNS} FROM repeatables WHERE state <> 'retired'{wanted}", *values
+    ):
+        facts, plan = dict(zip(others, found, strict=False)), Plan._make(found[len(others) :])
+        coming = _coming(plan, _pending_slot(plan.id), count)
+        runs, failures = _day_counts(plan.id, now)
+        listed.append({
+            "key": facts["key"], "name": plan.name, "jobId": facts["job_id"], "source": facts["source"],
+            "rule": rule_text(plan.cron, plan.every_ms, facts["align"], facts["offset_ms"], plan.anchor_at),
+            "cron": plan.cron, "every": plan.every_ms, "timezone": plan.timezone, "state": facts["state"],
+            "reason": facts["reason"], "next": [iso_text(at) for at in coming], "count": plan.taken,
+            "limit": plan.run_limit, "overlap": facts["overlap"], "missed": plan.missed, "lastRun": _last_run(plan.id),
+            "runs24h": runs, "failures24h": failures, **action_of(plan.action),
+        })  # fmt: skip
+    return sorted(listed, key=lambda one: (not one["next"], one["next"][:1], one["key"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -4335,7 +4902,13 @@ _DUE_JOBS = (
 _PLAIN_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
 _AT_ONCE = ("waiting", "active")
 _NEXT_STEPS = "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active'"
-_WAITING_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? ORDER BY j.due_at, j.id LIMIT ?"
+# Digests go before repeatables where a sender has not room for all. A run that waits for the one before waits here.
+_WAITING_JOBS = (
+    _JOBS
+    + " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? AND (j.type <> 'message' OR r.taken_at IS NOT NULL"
+    f" OR NOT EXISTS (SELECT 1 FROM repeatables s WHERE s.id = r.repeatable_id AND s.overlap = 'queue'"
+    f" AND EXISTS ({_IN_PROGRESS}))) ORDER BY j.type = 'message', j.due_at, j.id LIMIT ?"
+)
 _BEGIN_ATTEMPTS = (
     "INSERT INTO attempts (job_id, number, started_at)"
     " SELECT value, coalesce((SELECT max(number) FROM attempts WHERE job_id = value), 0) + 1, ? FROM json_each(?)"
@@ -4659,7 +5232,8 @@ def promote_jobs(config: Config, now: int) -> int:
     if delays:
         ended = move_all(Job, delays, "delayed", "completed", "", _AT_ONCE, taken_at=now, finished_at=now)
         execute(_NEXT_STEPS, now, json.dumps([delays[job_id] for job_id in ended]))
-    others = [found[:2] for found in due if found[0] not in delays]
+    passed = pass_slots([found[0] for found in due if found[3] in ("message", "trigger")], now)
+    others = [found[:2] for found in due if found[0] not in delays and found[0] not in passed]
     ready = [job_id for job_id, is_held in others if not is_held or _goes_now(config, job_id, now)]
     move_all(Job, ready, "delayed", "waiting")
     return len(due)
@@ -4714,10 +5288,14 @@ def _finish_delay(config: Config, job: WaitingJob, now: int) -> None:
 
 
 def _finish_trigger(config: Config, job: WaitingJob, now: int) -> None:
-    """A repeatable that triggers a workflow: the event is recorded once per slot, whatever is tried again."""
-    key, action = row("SELECT key, action FROM repeatables WHERE id = ?", job.repeatable_id)
+    """A repeatable that triggers a workflow: the event is recorded once per run, whatever is tried again. Runs are
+    known by their number: after the clock was set back, a slot may come twice."""
+    key, action, seq = row(
+        "SELECT s.key, s.action, r.seq FROM repeatables s JOIN runs r ON r.repeatable_id = s.id WHERE r.id = ?",
+        job.run_id,
+    )
     wanted = action_of(action)["trigger"]
-    transaction_id = f"repeat {key[:200]} {iso_text(job.slot_at or 0)}"
+    transaction_id = f"repeat {key[:200]} {seq}"
     body = {"name": wanted["workflow"], "to": wanted["to"], "payload": wanted.get("payload") or {}}
     try:
         record_trigger(check_trigger(config, {**body, "transactionId": transaction_id}, now), now)
@@ -5097,35 +5675,80 @@ def is_heavy(draft: Draft) -> bool:
 
 
 class Room:
-    """How many tries may be under way: `total` in all. A sender never takes the last place of each other one, so that
-    an endpoint that hangs leaves the others theirs. A line of the log is written at once and takes no place."""
+    """How many tries may begin: `total` under way in all, and of each sender no more than its concurrency and, in any
+    minute, its max_per_minute. A sender never takes the last place of each other one, so that an endpoint that hangs
+    leaves the others theirs. A line of the log is written at once and takes no place."""
 
     def __init__(self, total: int, senders: Mapping[str, Any]) -> None:
         self.under_way: dict[str, int] = {}
+        self.begun: dict[str, tuple[int, ...]] = {}  # when the tries of the last minute began, of senders with a rate
+        self.wake_at: int | None = None  # when the rate of one lets what waits for it begin
         self.fit(total, senders)
 
-    def free(self, sender: str) -> int:
-        """How many more tries this sender may begin."""
+    def free(self, sender: str, now: int = 0) -> int:
+        """How many more tries this sender may begin now, in ms."""
+        settings = self.senders[sender]
         if sender in self.logs:
-            return LINES_AT_ONCE
-        most = max(1, self.total - max(0, len(self.under_way) - 1))
-        left = self.total - sum(self.under_way.values())
-        return max(0, min(most - self.under_way.get(sender, 0), left))
+            most = LINES_AT_ONCE
+        else:
+            left = self.total - sum(self.under_way.values())
+            own = getattr(settings, "concurrency", None) or self.total
+            reserved = max(0, len(self.under_way) - 1)
+            most = min(left, min(own, max(1, self.total - reserved)) - self.under_way.get(sender, 0))
+        if getattr(settings, "max_per_minute", None):
+            most = min(most, settings.max_per_minute - len(self._recent(sender, now)))
+        return max(0, most)
 
-    def begin(self, sender: str) -> None:
+    def _recent(self, sender: str, now: int) -> tuple[int, ...]:
+        """When its tries of the last minute began; none lies ahead, also when the clock was set back."""
+        recent = tuple(min(at, now) for at in self.begun.get(sender, ()) if at > now - MINUTE)
+        self.begun[sender] = recent
+        return recent
+
+    def opens_at(self, sender: str, now: int) -> int | None:
+        """When its rate lets another try begin; None when it does now, or has no limit."""
+        rate = getattr(self.senders[sender], "max_per_minute", None)
+        recent = self._recent(sender, now) if rate else ()
+        return recent[-rate] + MINUTE if rate and len(recent) >= rate else None
+
+    def begin(self, sender: str, now: int = 0) -> None:
         if sender not in self.logs:
             self.under_way[sender] = self.under_way.get(sender, 0) + 1
+        if getattr(self.senders[sender], "max_per_minute", None):
+            self.begun[sender] = (*self.begun.get(sender, ()), now)
 
     def end(self, sender: str) -> None:
         if sender in self.under_way:
             self.under_way[sender] = max(0, self.under_way[sender] - 1)
 
+    def recall(self, tries: Iterable[tuple[str, int]]) -> None:
+        """Tries of the last minute that a former process began: (sender, when)."""
+        for sender, at in tries:
+            self.begun[sender] = (*self.begun.get(sender, ()), at)
+
+    def kept(self) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """What `restore` needs to undo what a transaction began that was rolled back."""
+        return dict(self.under_way), dict(self.begun)
+
+    def restore(self, kept: tuple[dict[str, int], dict[str, tuple[int, ...]]]) -> None:
+        self.under_way, self.begun = kept
+
     def fit(self, total: int, senders: Mapping[str, Any]) -> None:
         """Take over a config, by its senders' names; what is under way stays counted."""
-        self.total = total
+        self.total, self.senders = total, senders
         self.logs = {name for name, settings in senders.items() if isinstance(settings, LogSettings)}
         busy = {name: count for name, count in self.under_way.items() if count}
         self.under_way = {**dict.fromkeys(senders.keys() - self.logs, 0), **busy}
+
+
+def recent_tries(config: Config, now: int) -> list[tuple[str, int]]:
+    """When the tries of the last minute began, oldest first, as far as the rates of the senders go by them."""
+    most = sum(sender.max_per_minute or 0 for sender in config.senders.values())
+    found = rows(
+        "SELECT j.sender, a.started_at FROM (SELECT * FROM attempts ORDER BY id DESC LIMIT ?) a"
+        " JOIN jobs j ON j.id = a.job_id WHERE a.started_at > ? ORDER BY a.id", most and 2 * most + 1000, now - MINUTE
+    )  # fmt: skip
+    return [(sender, at) for sender, at in found if sender is not None]
 
 
 def _message_text(message: Message) -> str:
@@ -5218,14 +5841,17 @@ def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
     """Stage: jobs (waiting) -> active, as many as each sender has room for; the tries that are now to be made."""
     claims: list[Claim] = []
     for name in config.senders:
-        free = room.free(name)
+        free = room.free(name, now)
         jobs = list(map(WaitingJob._make, rows(_WAITING_JOBS, name, now, free))) if free else []
         counts = take_runs([job.run_id for job in jobs if job.type == "message"], now)
         for job in jobs:
             claim = _claim_of(config, job, name, counts.get(job.run_id, 0), now)
             if claim is not None:
-                room.begin(name)
+                room.begin(name, now)
                 claims.append(claim)
+        opens_at = room.opens_at(name, now)
+        if opens_at is not None and row("SELECT 1 FROM jobs WHERE state = 'waiting' AND sender = ? LIMIT 1", name):
+            room.wake_at = min(opens_at, room.wake_at or opens_at)
     if claims:
         _activate(claims, now)
     return claims
@@ -5648,6 +6274,22 @@ def _record_failure(config: Config, claim: Claim, result: SendResult, now: int) 
         settle_runs([claim.run_id], now)
 
 
+def _retry_settings(claim: Claim, sender: SenderSettings) -> SenderSettings:
+    """What the plan of tries goes by: the sender's settings, with the attempts and waits of a repeatable's own."""
+    if claim.workflow is not None:
+        return sender
+    attempts, backoff = row(
+        "SELECT s.attempts, s.backoff FROM runs r JOIN repeatables s ON s.id = r.repeatable_id WHERE r.id = ?",
+        claim.run_id,
+    )
+    count = attempts - 1 if attempts is not None else len(sender.retry)
+    if backoff is not None:
+        own = Backoff.model_construct(**json.loads(backoff))
+        return sender.model_copy(update={"retry": own.waits(count), "jitter": own.jitter})
+    waits = [*sender.retry, *sender.retry[-1:] * count][:count] if sender.retry else [SECOND] * count
+    return sender.model_copy(update={"retry": waits})
+
+
 def _move_by_failure(config: Config, claim: Claim, result: SendResult, now: int) -> str | None:
     """The move of the job alone; its new state, or None when it was not active any more."""
     job_id, tries = claim.job_id, claim.tries + 1
@@ -5655,7 +6297,7 @@ def _move_by_failure(config: Config, claim: Claim, result: SendResult, now: int)
         return "cancelled" if _cancel_tried(job_id, now) else None
     if result.outcome == "temporary":
         sender = config.senders.get(claim.sender_name)
-        due_at = next_try_at(sender, tries, now, result) if sender else None
+        due_at = next_try_at(_retry_settings(claim, sender), tries, now, result) if sender else None
         if due_at is not None:
             if not move(Job, job_id, "active", "delayed", tries=tries, due_at=due_at):
                 return None
@@ -5802,8 +6444,11 @@ def tick(config: Config, now: int, room: Room) -> TickReport:
             break
     else:
         more = True
+    room.wake_at = None
     claims = claim_jobs(config, now, room) if heads.waiting or total else []
     wake_at = next_wake_at() if total or claims else heads.wake_at
+    if room.wake_at is not None:
+        wake_at = min(room.wake_at, wake_at or room.wake_at)
     return TickReport(total + len(claims), claims, more, wake_at)
 
 
@@ -5866,26 +6511,52 @@ def purge(before: int, limit: int = 50) -> int:
 
     What failed and needs a person stays, and so does whatever else is unfinished. Inside the caller's transaction.
     """
+    own = "SELECT 1 FROM repeatables s WHERE s.id = r.repeatable_id AND s.retention IS NOT NULL"
     old = rows(
         "SELECT id FROM runs r WHERE state IN ('completed', 'cancelled') AND finished_at < ? AND NOT EXISTS"
         f" (SELECT 1 FROM jobs j WHERE j.run_id = r.id"
         f" AND (j.state = 'failed' OR j.state IN {UNFINISHED} OR j.finished_at >= ?))"
-        " ORDER BY finished_at LIMIT ?", before, before, limit
+        f" AND (repeatable_id IS NULL OR NOT EXISTS ({own})) ORDER BY finished_at LIMIT ?", before, before, limit
     )  # fmt: skip
     for (run_id,) in old:
-        runs, digests, events = _digest_tree(run_id)
-        jobs = [
-            found[0]
-            for found in rows("SELECT id FROM jobs WHERE run_id IN (SELECT value FROM json_each(?))", json.dumps(runs))
-        ]
-        _delete("attempts", "job_id", jobs)
-        _delete("inbox_messages", "job_id", jobs)
-        _delete("jobs", "id", jobs)
-        _delete("digest_runs", "run_id", runs)
-        _delete("runs", "id", runs)
-        _delete("events", "id", events)
-        _delete("digests", "id", digests)
+        _delete_tree(*_digest_tree(run_id))
     return len(old) + _purge_discarded(before, limit)
+
+
+def _delete_tree(runs: Sequence[int], digests: Sequence[int], events: Sequence[int]) -> None:
+    wanted = "SELECT id FROM jobs WHERE run_id IN (SELECT value FROM json_each(?))"
+    jobs = [found[0] for found in rows(wanted, json.dumps(list(runs)))]
+    _delete("attempts", "job_id", jobs)
+    _delete("inbox_messages", "job_id", jobs)
+    _delete("jobs", "id", jobs)
+    _delete("digest_runs", "run_id", runs)
+    _delete("runs", "id", runs)
+    _delete("events", "id", events)
+    _delete("digests", "id", digests)
+
+
+_ENDED_RUNS = (
+    "SELECT r.id FROM runs r WHERE r.repeatable_id = ? AND r.state IN ('completed', 'cancelled')"
+    " AND NOT EXISTS (SELECT 1 FROM jobs j WHERE j.run_id = r.id AND j.state = 'failed')"
+)
+
+
+def purge_by_spec(now: int, limit: int = 500) -> int:
+    """Delete ended runs of repeatables that say how many are kept, or how long; how many. What failed stays."""
+    gone = 0
+    for spec_id, text in rows("SELECT id, retention FROM repeatables WHERE retention IS NOT NULL"):
+        retention = json.loads(text)
+        found: set[int] = set()
+        if (age_ms := retention.get("age")) is not None:
+            sql = f"{_ENDED_RUNS} AND r.finished_at < ? ORDER BY r.seq LIMIT ?"
+            found.update(run_id for (run_id,) in rows(sql, spec_id, now - age_ms, limit))
+        if (count := retention.get("count")) is not None:
+            sql = f"{_ENDED_RUNS} ORDER BY r.seq DESC LIMIT ? OFFSET ?"
+            found.update(run_id for (run_id,) in rows(sql, spec_id, limit, count))
+        if found:
+            _delete_tree(sorted(found), [], [])
+        gone += len(found)
+    return gone
 
 
 def purge_arrivals(before: int, limit: int = 1000) -> int:
@@ -6018,6 +6689,8 @@ class Daemon:
         self.refused = ""
         self.stopping = False
         self.more = True  # a first tick at start: much may be due
+        self.last_now = last_known_at()
+        self.room.recall(recent_tries(config, clock.now()))
         self.wake_at: int | None = None
         self.trouble_since: float | None = None
         self.trouble_logged = float("-inf")
@@ -6096,8 +6769,15 @@ class Daemon:
 
     def _has_work(self) -> bool:
         """Whether a turn has anything to do: a message, something due, or another process's commit."""
-        if self.inbox or self.more or (self.wake_at is not None and self.wake_at <= self.clock.now()):
+        now = self.clock.now()
+        if (
+            self.inbox
+            or self.more
+            or (self.wake_at is not None and self.wake_at <= now)
+            or now < self.last_now - SECOND
+        ):
             return True
+        self.last_now = now
         try:
             return bool(row("PRAGMA data_version")[0] != database.seen_version)
         except peewee.DatabaseError:
@@ -6106,16 +6786,16 @@ class Daemon:
     async def _turn(self) -> None:
         """Drain the inbox and tick in one transaction, then answer and launch."""
         messages = self._take()
-        under_way = dict(self.room.under_way)
-        now = self.clock.now()
+        kept, now = self.room.kept(), self.clock.now()
         try:
             answers, report = self._commit(messages, now)
         except peewee.DatabaseError as error:
             self.inbox.extendleft(reversed(messages))
-            self.room.under_way = under_way
+            self.room.restore(kept)
             await self._endure(error)
             return
         self._relieved()
+        self.last_now = now
         self.more, self.wake_at = report.more, report.wake_at
         for reply, answer in answers:
             if not reply.done():
@@ -6140,6 +6820,8 @@ class Daemon:
     def _commit(self, messages: Sequence[Any], now: int) -> tuple[list[tuple[Reply, Any]], TickReport]:
         answers: list[tuple[Reply, Any]] = []
         with transaction():
+            if now < self.last_now - SECOND:
+                self._go_back(now)
             if sent := [message for message in messages if isinstance(message, Sent)]:
                 record_outcomes(self.config, sent, now)
             calls = [message for message in messages if not isinstance(message, Sent)]
@@ -6149,6 +6831,11 @@ class Daemon:
                 answers += [(message.reply, outcome) for message, outcome in zip(alike, outcomes, strict=True)]
             report = TickReport(0, [], False, None) if self.stopping else tick(self.config, now, self.room)
         return answers, report
+
+    def _go_back(self, now: int) -> None:
+        """The wall clock was set back: intervals are planned anew; windows, retries and cron keep their instants."""
+        span, count = duration_text(self.last_now - now), replan_intervals(now)
+        log.warning("the clock was set back by %s; %d intervals are planned anew", span, count)
 
     def _take_calls(self, calls: Sequence[TriggerCall], now: int) -> list[Any]:
         """Triggers that came one after the other, together; where the database refuses one, each for itself. A call is
@@ -6174,13 +6861,16 @@ class Daemon:
                 with savepoint():
                     if isinstance(message, CancelCall):
                         outcomes.append(cancel_transaction(message.transaction_id, now))
+                    elif isinstance(message, ActCall):
+                        outcomes.append(message.act(now))
                     else:
                         keep_composed(message.claim, now)
                         outcomes.append(None)
             except Exception as error:
                 if not is_poison(error):
                     raise
-                log.exception("a call cannot be handled: %s", type(message).__name__)
+                if not isinstance(error, DigestdError):
+                    log.exception("a call cannot be handled: %s", type(message).__name__)
                 outcomes.append(error)
         return outcomes
 
@@ -6340,6 +7030,7 @@ class Daemon:
             (300, self._purge),
             (60, self._tell_status),
             (21_600, self._optimize),
+            (86_400, self._revive_broken),
         ):
             chores.every(every_s).seconds.do(self._guarded, chore)
         return chores
@@ -6373,9 +7064,15 @@ class Daemon:
     def _purge(self) -> None:
         before = self.clock.now() - self.config.daemon.retention
         with transaction():
-            gone = purge(before) + purge_arrivals(self.clock.now() - self.config.longest_look_back)
+            now = self.clock.now()
+            gone = purge(before) + purge_by_spec(now) + purge_arrivals(now - self.config.longest_look_back)
         if gone:
             self.loop.call_later(0.1, self._guarded, self._purge)
+
+    def _revive_broken(self) -> None:
+        with transaction():
+            if revive_broken(self.clock.now()):
+                self.more = True
 
     def _optimize(self) -> None:
         database.execute_sql("PRAGMA optimize")
@@ -6480,8 +7177,9 @@ KEEP_ALIVE_S = 75  # a quiet connection stays open
 BULK = 100
 KNOWN_HEADS, MAX_HEAD = 512, 2048  # how many heads of requests are known again, of at most so many bytes
 _TRIGGER = "/v1/events/trigger"
+_REPEATABLES = "/v1/repeatables"
 _REASONS = {200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
-            405: "Method Not Allowed", 413: "Content Too Large", 422: "Unprocessable Content",
+            405: "Method Not Allowed", 409: "Conflict", 413: "Content Too Large", 422: "Unprocessable Content",
             500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 
@@ -6652,6 +7350,8 @@ class Api:
         if path.startswith(_TRIGGER + "/") and "/" not in path[len(_TRIGGER) + 1 :]:
             self._only(method, "DELETE")
             return await self._cancel(request.url.path[len(_TRIGGER) + 1 :])
+        if path == _REPEATABLES or path.startswith(_REPEATABLES + "/"):
+            return await self._repeatables(request, request.url.path[len(_REPEATABLES) + 1 :])
         if path == "/healthz":
             self._only(method, "GET", "HEAD")
             return Answer(200, {"status": "ok", "version": __version__})
@@ -6742,6 +7442,37 @@ class Api:
 
     async def _cancel(self, transaction_id: str) -> Answer:
         return Answer(200, {"data": await self._commit(functools.partial(CancelCall, transaction_id))})
+
+    async def _repeatables(self, request: Any, rest: str) -> Answer:
+        """List, add, remove repeatables; and what a person does with one of them."""
+        now, (key, _, deed) = self.daemon.clock.now(), rest.rpartition("/")
+        if request.method == "POST" and deed in REPEATABLE_DEEDS and key:
+            done = await self._commit(functools.partial(ActCall, functools.partial(do_to_repeatable, deed, key)))
+            return Answer(200, {"data": {"done": True, **done}})
+        if rest and request.method in ("GET", "HEAD"):
+            return Answer(200, {"data": repeatable_facts(now, find_repeatable(rest).key)[0]})
+        if rest:
+            self._only(request.method, "GET", "HEAD", "DELETE")
+            return await self._remove_repeatable(rest)
+        self._only(request.method, "GET", "HEAD", "POST", "DELETE")
+        if request.method in ("GET", "HEAD"):
+            return Answer(200, {"data": repeatable_facts(now)})
+        spec = spec_from(self.daemon.config, await self._json(request))
+        if request.method == "DELETE":
+            return await self._remove_repeatable(spec.key)
+        await self._commit(functools.partial(ActCall, functools.partial(add_repeatable, spec, "api")))
+        return Answer(201, {"data": repeatable_facts(now, spec.key)[0]})
+
+    async def _remove_repeatable(self, key: str) -> Answer:
+        """Novu's and BullMQ's answer to a removal: whether there was one."""
+        removal = functools.partial(ActCall, functools.partial(do_to_repeatable, "remove", key))
+        try:
+            await self._commit(removal)
+        except Rejected as error:
+            if error.status != 404:
+                raise
+            return Answer(200, {"data": False})
+        return Answer(200, {"data": True})
 
 
 class ShortReply:
@@ -6929,9 +7660,10 @@ class Simulation:
 
     def __init__(self, config: Config) -> None:
         senders = {name: sender.model_copy(update={"jitter": 0.0}) for name, sender in config.senders.items()}
-        self.config = config.model_copy(update={"senders": senders})
+        specs = {name: spec.model_copy(update={"jitter": None}) for name, spec in config.repeatables.items()}
+        self.config = config.model_copy(update={"senders": senders, "repeatables": specs})
         self.clock = VirtualClock(0)
-        self.room = Room(1_000_000, config.senders)
+        self.room = Room(1_000_000, config.senders)  # sends take no time, so only rates count
         self.replies: dict[str, list[SimulatedReply]] = {}
         self.seen: dict[str, int] = dict.fromkeys(
             ("events", "failed events", "digests", "attempts", "inbox_messages"), 0
@@ -6970,6 +7702,8 @@ class Simulation:
     def _wake_at(self) -> int | None:
         """The next instant at which the daemon would do something; never while it is down."""
         wake_at = next_wake_at()
+        if self.room.wake_at is not None:
+            wake_at = min(self.room.wake_at, wake_at or self.room.wake_at)
         if row("SELECT 1 FROM events WHERE state = 'received' LIMIT 1"):
             wake_at = self.down_until if wake_at is None else min(wake_at, self.down_until)
         return None if wake_at is None else max(wake_at, self.down_until, self.clock.at)
@@ -7081,25 +7815,13 @@ class Simulation:
         upsert_subscriber(subscriber_id, columns, self.clock.now())
 
     def _repeatable(self, fields: Any) -> None:
-        if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
-            raise Rejected(400, "a repeatable is an object with name, and cron or every")
-        name, body = fields["name"], {key: value for key, value in fields.items() if key != "name"}
-        if "sender" not in body and "trigger" not in body:
+        body = {**fields, "jitter": None} if isinstance(fields, dict) else fields
+        if isinstance(body, dict) and "sender" not in body and "trigger" not in body:
             body["sender"] = next(iter(self.config.senders), None)
-        data = {"repeatables": {name: body}, "workflows": dict.fromkeys(self.config.workflows, {})}
-        for _, words in _repeatable_problems(data, self.config.senders):
-            raise Rejected(400, words)
-        settings = RepeatableSettings.model_validate(body)
-        upsert_repeatable(spec_of(self.config, fields["name"], settings), "command", self.clock.now())
+        add_repeatable(spec_from(self.config, body), "command", self.clock.now())
 
     def _remove(self, key: Any) -> None:
-        found = row(
-            "SELECT id, name, state FROM repeatables WHERE (key = ? OR name = ?) AND state <> 'retired'", key, key
-        )
-        if not found:
-            raise Rejected(404, f"no repeatable has the key {key!r}")
-        spec_id, name, state = found
-        retire_repeatable(spec_id, name, state, self.clock.now())
+        retire_repeatable(find_repeatable(str(key)), "removed", self.clock.now())
 
     def _down(self, span: Any) -> None:
         self.down_until = self.clock.now() + parse_duration(span)
@@ -7207,13 +7929,13 @@ class Simulation:
             yield self._told(state, **fields)
 
     def _job_news(self) -> Iterator[dict[str, Any]]:
-        for run_id, spec, slot_at, seq, key in rows(
-            "SELECT r.id, s.name, r.slot_at, r.seq, s.key FROM runs r JOIN repeatables s ON s.id = r.repeatable_id"
+        for run_id, spec, slot_at, count, key in rows(
+            "SELECT r.id, s.name, r.slot_at, r.count, s.key FROM runs r JOIN repeatables s ON s.id = r.repeatable_id"
             " WHERE r.taken_at = ? ORDER BY r.id", self.clock.now()
         ):  # fmt: skip
             if run_id not in self.taken:
                 self.taken.add(run_id)
-                yield self._told("run", repeatable=spec, key=key, slot=iso_text(slot_at), count=seq)
+                yield self._told("run", repeatable=spec, key=key, slot=iso_text(slot_at), count=count)
         told = [*self._try_news(), *self._wait_news(), *self._end_news(), *self._feed_news()]
         yield from (one for _, one in sorted(told, key=lambda item: item[0]))  # a run's steps in their order
 
@@ -7653,12 +8375,107 @@ def command_status(arguments: argparse.Namespace) -> int:
 
 
 def command_list(arguments: argparse.Namespace) -> int:
-    """digests, jobs, repeat list: the rows of a view, newest first."""
-    view = {"digests": "v_digests", "jobs": "v_jobs", "repeat": "v_repeatables"}[arguments.command]
+    """digests, jobs: the rows of a view, newest first."""
+    view = {"digests": "v_digests", "jobs": "v_jobs"}[arguments.command]
     config = config_of(arguments)
     with store_of(config), _store_errors(str(config.database)):
         if not show_table(arguments, f"SELECT * FROM {view} LIMIT ?", arguments.limit) and not arguments.json:
             print("none")
+    return 0
+
+
+def _repeatable_line(facts: dict[str, Any]) -> dict[str, Any]:
+    """A spec as one line of the list."""
+    last = facts["lastRun"] or {}
+    due = facts["next"][0] if facts["next"] else "-"
+    ran = f"{last['slot']} {last['result']}, {duration_text(last['latenessMs'])} late" if last else "-"
+    limit = "" if facts["limit"] is None else f" of {facts['limit']}"
+    return {
+        "key": facts["key"], "rule": facts["rule"], "timezone": facts["timezone"], "state": facts["state"],
+        "next": due, "last run": ran, "24 h": f"{facts['runs24h']} runs, {facts['failures24h']} failed",
+        "count": f"{facts['count']}{limit}", "reason": facts["reason"] or "",
+    }  # fmt: skip
+
+
+def print_columns(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of one shape as columns for people."""
+    table = [list(lines[0]), *([one_line(str(value)) for value in line.values()] for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for one in table:
+        print("  ".join(text.ljust(width) for text, width in zip(one, widths, strict=True)).rstrip())
+
+
+def command_repeat_list(arguments: argparse.Namespace) -> int:
+    """The repeatables, ordered by their next time, with the last run, the last 24 hours, count and state."""
+    config = config_of(arguments)
+    with store_of(config) as now, _store_errors(str(config.database)):
+        listed = repeatable_facts(now)
+    if arguments.json:
+        print(json.dumps(listed, ensure_ascii=False))
+    elif listed:
+        print_columns([_repeatable_line(facts) for facts in listed])
+    else:
+        print("none")
+    return 0
+
+
+def _repeatable_text(facts: dict[str, Any]) -> str:
+    """All about one spec, a fact a line."""
+    lines = dict(_repeatable_line(facts))
+    lines["next"] = ", ".join(facts["next"]) or "-"
+    if facts["lastRun"] and facts["lastRun"]["reason"]:
+        lines["last run"] += f": {facts['lastRun']['reason']}"
+    lines |= {name: facts[name] for name in ("source", "overlap", "missed")}
+    lines["does"] = json.dumps({name: facts[name] for name in ("sender", "trigger", "data") if name in facts})
+    return "\n".join(f"{name:<10}{one_line(str(value))}" for name, value in lines.items() if value != "")
+
+
+def command_repeat_show(arguments: argparse.Namespace) -> int:
+    """All about one repeatable, by its key or name."""
+    config = config_of(arguments)
+    with store_of(config) as now, _store_errors(str(config.database)):
+        [facts] = repeatable_facts(now, find_repeatable(arguments.key).key)
+    show(arguments, facts, _repeatable_text(facts))
+    return 0
+
+
+def _repeatable_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `repeat add` and `repeat remove` say, as the config would."""
+    body = {"name": arguments.name}
+    body |= {name: getattr(arguments, name) for name in REPEAT_OPTIONS if getattr(arguments, name, None) is not None}
+    body |= {name: int(body[name]) for name in ("every", "offset") if str(body.get(name, "")).isdigit()}
+    for name in ("data", "trigger", "backoff", "retention"):
+        text = body.get(name)
+        if text is not None and (name in ("data", "trigger") or text.lstrip()[:1] == "{"):
+            body[name] = _payload_argument(text)
+    return body
+
+
+def command_repeat_add(arguments: argparse.Namespace) -> int:
+    """Add a repeatable, or bring the one of the same name, rule, zone, end and job id up to date; its count stays."""
+    config = config_of(arguments)
+    spec = spec_from(config, _repeatable_body(arguments))
+    with store_of(config, must_exist=False) as now, _store_errors(str(config.database)):
+        with transaction():
+            words = add_repeatable(spec, "command", now)
+        [facts] = repeatable_facts(now, spec.key)
+    text = f"{words or 'nothing changed'}: {spec.key}\nnext      {', '.join(facts['next'])}"
+    show(arguments, {**facts, "changed": words}, text)
+    return 0
+
+
+def command_repeat(arguments: argparse.Namespace) -> int:
+    """Remove, pause or resume a repeatable, run it once more now, or skip its next run; by its key or name."""
+    config, key = config_of(arguments), arguments.key
+    if any(getattr(arguments, name, None) is not None for name in REPEAT_OPTIONS):
+        arguments.name = arguments.key
+        body = {"sender": next(iter(config.senders), None), **_repeatable_body(arguments)}
+        key = spec_from(config, body).key
+    with store_of(config) as now, _store_errors(str(config.database)), transaction():
+        done = do_to_repeatable(arguments.action, key, now)
+    words = {"remove": "removed", "pause": "paused", "resume": "resumed", "run-now": "one more run now",
+             "skip-next": f"the run of {done.get('skipped')} is skipped"}[arguments.action]  # fmt: skip
+    show(arguments, done, f"{words}: {done['key']}")
     return 0
 
 
@@ -7947,7 +8764,12 @@ def command_next(arguments: argparse.Namespace) -> int:
     offset_ms = parse_duration(arguments.offset) if arguments.offset else 0
     zone = load_zone(arguments.timezone)
     at = parse_instant(arguments.start) if arguments.start else now
-    times = next_times(_rule_of(arguments.rule, arguments.timezone, offset_ms), at, arguments.n)
+    rule = _rule_of(arguments.rule, arguments.timezone, offset_ms)
+    if isinstance(rule, LocalRule) and not arguments.json and len(arguments.rule.split()) in (5, 6):
+        with contextlib.suppress(RuleError):  # words of as many parts are no cron
+            for words in cron_traps(arguments.rule, zone):
+                print(f"digestd: warning: {words}", file=sys.stderr)
+    times = next_times(rule, at, arguments.n)
     if not times:
         raise RuleError(f"{arguments.rule!r} has no time after {iso_text(at)}")
     if arguments.json:
@@ -8039,9 +8861,7 @@ def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
         add(name, command_list, text).add_argument(
             "-n", "--limit", type=_count, default=20, metavar="N", help="how many"
         )
-    repeat = add("repeat", command_list, "the repeatables")
-    repeat.add_argument("action", choices=["list"])
-    repeat.set_defaults(limit=1_000_000)
+    _add_repeat_commands(add)
     retry = add("retry", command_retry, "try failed jobs again")
     retry.add_argument("job", nargs="?", type=functools.partial(_count, most=2**62), metavar="JOB")
     retry.add_argument("--all", action="store_true")
@@ -8052,6 +8872,64 @@ def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
         "query", nargs="?", metavar="SQL"
     )
     add("schema", command_schema, "the JSON Schema of the config, for editors")
+
+
+REPEAT_OPTIONS: dict[str, dict[str, Any]] = {
+    "cron": {"metavar": "TEXT", "help": "5 fields, or 6 with seconds first"},
+    "every": {"metavar": "DURATION", "help": "an interval"},
+    "align": {"choices": ["clock", "start"], "help": "what an interval counts from"},
+    "offset": {"metavar": "DURATION", "help": "shift of an interval"},
+    "limit": {"metavar": "N", "type": int, "help": "at most so many runs ever"},
+    "count": {"metavar": "N", "type": int, "help": "where the counter starts"},
+    "start_at": {"metavar": "ISO", "help": "no run before it"},
+    "end_at": {"metavar": "ISO", "help": "no run after it"},
+    "timezone": {"metavar": "TZ"},
+    "immediately": {"action": "store_true", "default": None, "help": "the first run now, then the plan"},
+    "job_id": {"metavar": "ID", "help": "tells two of one name and rule apart"},
+    "overlap": {"choices": ["allow", "skip", "queue"], "help": "while the run before is still going"},
+    "missed": {"choices": ["once", "skip", "all"], "help": "after a downtime"},
+    "jitter": {"metavar": "DURATION", "help": "spread runs over so long after their slot"},
+    "attempts": {"metavar": "N", "type": int, "help": "tries of one run"},
+    "backoff": {"metavar": "DURATION", "help": "between tries; or JSON with type, delay and jitter"},
+    "retention": {"metavar": "DURATION", "help": "how long ended runs are kept; or JSON with count and age"},
+    "sender": {"metavar": "NAME"},
+    "subject": {"metavar": "TEMPLATE"},
+    "text": {"metavar": "TEMPLATE"},
+    "html": {"metavar": "TEMPLATE"},
+    "data": {"metavar": "JSON", "help": "what the message carries: JSON, @file, or -"},
+    "trigger": {"metavar": "JSON", "help": "instead of a sender: workflow, to and payload"},
+}
+
+
+def _add_repeat_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    repeat = add("repeat", command_repeat_list, "the repeatables: list, show, add, remove, pause, run now")
+    actions = repeat.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        parser = actions.add_parser(name, help=text, description=(function.__doc__ or text).strip())
+        _common(parser, top=False)
+        parser.set_defaults(function=function)
+        return parser
+
+    def options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+        for name in names:
+            parser.add_argument(f"--{name.replace('_', '-')}", **REPEAT_OPTIONS[name])
+
+    action("list", command_repeat_list, "all, by their next time")
+    adding = action("add", command_repeat_add, "add one, or change it")
+    adding.add_argument("name", metavar="NAME")
+    options(adding, REPEAT_OPTIONS)
+    action("show", command_repeat_show, "one, with its next five times").add_argument("key", metavar="KEY")
+    for name, text in zip(
+        REPEATABLE_DEEDS,
+        ("end one, with its pending run", "no runs until it is resumed", "go on from now",
+         "one more run, beside the plan", "pass over the pending run"),
+        strict=True,
+    ):  # fmt: skip
+        parser = action(name, command_repeat, text)
+        parser.add_argument("key", metavar="KEY", help="its key, or its name where only one has it")
+        if name == "remove":
+            options(parser, ("cron", "every", "end_at", "timezone", "job_id"))
 
 
 def _add_subscriber_command(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -140,10 +140,14 @@ class World:
     def run_until(self, at: int) -> None:
         """Let everything due up to an instant happen, each at its own time."""
         self.tick()
-        while (wake_at := digestd.next_wake_at()) is not None and wake_at <= at:
+        while (wake_at := self._wake_at()) is not None and wake_at <= at:
             self.clock.at = max(self.clock.at, wake_at)
             self.tick()
         self.clock.at = max(self.clock.at, at)
+
+    def _wake_at(self) -> int | None:
+        instants = (digestd.next_wake_at(), self.room.wake_at)
+        return min((at for at in instants if at is not None), default=None)
 
     def advance(self, duration: str) -> None:
         self.run_until(self.now + digestd.parse_duration(duration))

@@ -22,18 +22,23 @@ CREATE INDEX jobs_delayed ON jobs (due_at) WHERE state = 'delayed';
 
 CREATE INDEX jobs_failed ON jobs (id) WHERE state = 'failed';
 
-CREATE INDEX jobs_waiting ON jobs (sender, due_at) WHERE state = 'waiting';
+CREATE INDEX jobs_waiting ON jobs (sender, type = 'message', due_at) WHERE state = 'waiting';
 
 CREATE UNIQUE INDEX one_open_window ON digests (key, subscriber_id, workflow, step) WHERE state IN ('open', 'held');
 
 CREATE UNIQUE INDEX one_pending_run ON runs (repeatable_id)
     WHERE repeatable_id IS NOT NULL AND taken_at IS NULL AND state = 'active';
 
+CREATE UNIQUE INDEX one_spec ON repeatables (key) WHERE state <> 'retired';
+
 CREATE UNIQUE INDEX runs_digest ON runs (digest_id) WHERE digest_id IS NOT NULL;
 
 CREATE UNIQUE INDEX runs_event ON runs (event_id) WHERE event_id IS NOT NULL;
 
 CREATE INDEX runs_finished ON runs (finished_at) WHERE state IN ('completed', 'cancelled');
+
+CREATE INDEX runs_in_progress ON runs (repeatable_id)
+    WHERE repeatable_id IS NOT NULL AND taken_at IS NOT NULL AND state = 'active';
 
 CREATE INDEX runs_next ON runs (next_at) WHERE next_at IS NOT NULL;
 
@@ -150,17 +155,29 @@ CREATE TABLE meta (
 
 CREATE TABLE repeatables (
     id              INTEGER PRIMARY KEY,
-    key             TEXT NOT NULL UNIQUE,                               -- identity: name, job id, end, zone, rule
+    key             TEXT NOT NULL,                                      -- identity: name, job id, end, zone, rule
     name            TEXT NOT NULL,
     job_id          TEXT,
     source          TEXT NOT NULL CHECK (source IN ('config', 'command', 'api')),
     cron            TEXT,               -- exactly one of cron and every_ms
     every_ms        INTEGER CHECK (every_ms > 0),
+    align           TEXT NOT NULL DEFAULT 'clock' CHECK (align IN ('clock', 'start')),
+    offset_ms       INTEGER NOT NULL DEFAULT 0 CHECK (offset_ms >= 0),
+    anchor_at       INTEGER NOT NULL DEFAULT 0,                         -- what an interval counts from
     timezone        TEXT NOT NULL,
+    start_at        INTEGER,            -- no slot before it
+    end_at          INTEGER,            -- no slot after it
     run_limit       INTEGER CHECK (run_limit > 0),                      -- at most this many runs ever
+    overlap         TEXT NOT NULL DEFAULT 'allow' CHECK (overlap IN ('allow', 'skip', 'queue')),
+    missed          TEXT NOT NULL DEFAULT 'once' CHECK (missed IN ('once', 'skip', 'all')),
+    jitter_ms       INTEGER NOT NULL DEFAULT 0 CHECK (jitter_ms >= 0),
+    attempts        INTEGER CHECK (attempts > 0),                       -- tries of one run; NULL: as its sender has it
+    backoff         TEXT,               -- JSON: waits between them; NULL: as its sender has it
+    retention       TEXT,               -- JSON: how many ended runs are kept, and how long; NULL: as the daemon has it
+    action          TEXT NOT NULL,      -- JSON: what a run does
     count           INTEGER NOT NULL DEFAULT 0,                         -- runs taken so far
     seq             INTEGER NOT NULL DEFAULT 0,                         -- number of the latest planned run
-    action          TEXT NOT NULL,      -- JSON: what a run does
+    behind          INTEGER NOT NULL DEFAULT 0,                         -- missed runs in a row that were made up for
     state           TEXT NOT NULL DEFAULT 'active' CHECK
                         (state = 'active' OR state = 'paused' OR state = 'finished' OR state = 'broken' OR state = 'retired'),
     reason          TEXT,
@@ -181,6 +198,7 @@ CREATE TABLE runs (
     seq             INTEGER,            -- of the repeatable's runs, from 1
     slot_at         INTEGER,            -- the planned instant of a repeatable's run
     taken_at        INTEGER,            -- when a repeatable's run was taken; NULL: it is the pending one
+    count           INTEGER,            -- which of the repeatable's runs it was, from 1; NULL: not taken yet
     step            TEXT,               -- id of the step it began last; NULL: at the start
     next_at         INTEGER,            -- when its next step begins; NULL: a step is under way, or it is over
     state           TEXT NOT NULL DEFAULT 'active' CHECK
@@ -270,12 +288,17 @@ SELECT CAST((julianday('now') - 2440587.5) * 86400000.0 AS INTEGER) AS now_at,
        strftime('%Y-%m-%d %H:%M:%S', 'now') AS now_utc;
 
 CREATE VIEW v_repeatables AS
-SELECT s.id, s.name, s.job_id, coalesce('cron ' || s.cron, 'every ' || s.every_ms || ' ms') AS schedule, s.timezone,
+SELECT s.id, s.name, s.job_id,
+       CASE WHEN s.cron IS NOT NULL THEN 'cron ' || s.cron
+            WHEN s.align = 'clock' AND s.offset_ms = 0 THEN 'every ' || s.every_ms || ' ms'
+            WHEN s.align = 'clock' THEN 'every ' || s.every_ms || ' ms + ' || s.offset_ms || ' ms'
+            ELSE 'every ' || s.every_ms || ' ms from ' || strftime('%Y-%m-%dT%H:%M:%SZ', s.anchor_at / 1000, 'unixepoch')
+       END AS schedule, s.timezone,
        s.state, s.count, s.run_limit AS "limit",
        (SELECT strftime('%Y-%m-%d %H:%M:%S', p.slot_at / 1000, 'unixepoch') FROM runs p
         WHERE p.repeatable_id = s.id AND p.taken_at IS NULL AND p.state = 'active') AS next_utc,
        strftime('%Y-%m-%d %H:%M:%S', l.taken_at / 1000, 'unixepoch') AS last_run_utc,
-       l.taken_at - l.slot_at AS last_late_ms, l.state AS last_state, s.source, s.key, s.reason
+       l.taken_at - l.slot_at AS last_late_ms, (SELECT j.state FROM jobs j WHERE j.run_id = l.id) AS last_state, s.source, s.key, s.reason
 FROM repeatables s
 LEFT JOIN runs l ON l.repeatable_id = s.id AND l.seq =
     (SELECT max(q.seq) FROM runs q WHERE q.repeatable_id = s.id AND q.taken_at IS NOT NULL)
@@ -293,7 +316,7 @@ SELECT 'event failed', id, workflow, subscriber_id, strftime('%Y-%m-%d %H:%M:%S'
 FROM events WHERE state = 'failed'
 UNION ALL
 SELECT 'repeatable broken', id, name, NULL, strftime('%Y-%m-%d %H:%M:%S', updated_at / 1000, 'unixepoch'), reason,
-       'mend its rule in the config'
+       'mend its rule where it was added'
 FROM repeatables WHERE state = 'broken'
 UNION ALL
 SELECT what || ' overdue', id, name, NULL, due_utc, 'due ' || CAST(late_s AS INTEGER) || ' s ago',

@@ -528,8 +528,8 @@ def test_windows_jobs_and_repeatables_are_listed(here, world, folder):
     states = {row["subscriber_id"]: row["state"] for row in json.loads(fine(jobs)) if row["type"] == "chat"}
     assert states == {"s1": "failed", "s2": "completed"}
     [bird] = json.loads(fine(repeat))
-    assert (bird["name"], bird["schedule"], bird["timezone"]) == ("bird", "cron 0 9 * * *", "Europe/Berlin")
-    assert bird["next_utc"] == "2026-03-10 08:00:00"
+    assert (bird["name"], bird["rule"], bird["timezone"]) == ("bird", "cron 0 9 * * *", "Europe/Berlin")
+    assert bird["next"][0] == "2026-03-10T08:00:00Z" and len(bird["next"]) == 5
     lines = fine(plain).splitlines()
     assert lines[0].split()[:3] == ["id", "owner", "step"] and len(lines) == 1 + len(json.loads(jobs.stdout))
 
@@ -819,6 +819,11 @@ def test_next_knows_cron_intervals_and_plain_words(here):
     assert following(here, "0 5 * * *", *berlin) == ["2025-01-02T04:00:00Z", "2025-01-03T04:00:00Z"]
     lines = fine(here("next", "0 5 * * *", *berlin)).splitlines()
     assert [line.split()[0] for line in lines] == ["2025-01-02T04:00:00Z", "2025-01-03T04:00:00Z"]
+
+
+def test_next_warns_of_what_people_fall_into(here):
+    told = here("next", "* 15 3 * * *", "-n", "1")
+    assert told.returncode == 0 and "0 15 3 * * *" in told.stderr and len(told.stdout.splitlines()) == 1
 
 
 def test_next_is_strictly_after_and_five_by_default(here):
