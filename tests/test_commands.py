@@ -586,6 +586,74 @@ def test_a_window_is_released_once(here, world, folder):
     assert query(folder, "SELECT state, reason FROM digests") == [("closed", "released")]
 
 
+# -- repeatables by hand -----------------------------------------------------------------------------------------------
+
+
+def added(here, *arguments: str) -> dict:
+    return json.loads(fine(here("repeat", "add", *arguments, "--json")))
+
+
+def test_a_repeatable_is_added_shown_changed_and_removed(here, folder):
+    facts = added(here, "tick", "--every", "15m", "--sender", "hook", "--data", '{"a": 1}', "--limit", "9")
+    assert (facts["key"], facts["source"], facts["changed"], len(facts["next"])) == (
+        "tick:::UTC:900000",
+        "command",
+        "added",
+        5,
+    )
+    again = added(here, "tick", "--every", "900000", "--sender", "hook", "--data", '{"a": 1}', "--limit", "10")
+    assert again["changed"] == "limit 9 -> 10" and again["next"] == facts["next"]
+    shown = fine(here("repeat", "show", "tick"))
+    assert "every 15m" in shown and facts["next"][4] in shown and "0 of 10" in shown
+    assert [one["key"] for one in json.loads(fine(here("repeat", "list", "--json")))] == ["tick:::UTC:900000"]
+    assert fine(here("repeat", "remove", "tick")) == "removed: tick:::UTC:900000\n"
+    gone = here("repeat", "remove", "tick")
+    assert gone.returncode == 1 and "no repeatable" in gone.stderr
+    assert fine(here("repeat", "list")) == "none\n"
+
+
+def test_two_of_one_name_are_told_apart_by_key_or_by_their_options(here, folder):
+    for job_id in ("a", "b"):
+        added(here, "x", "--cron", "0 9 * * *", "--sender", "hook", "--job-id", job_id)
+    several = here("repeat", "pause", "x")
+    assert several.returncode == 1 and "x:a::UTC:0 9 * * *" in several.stderr
+    fine(here("repeat", "remove", "x", "--cron", "0 9 * * *", "--job-id", "a"))
+    assert json.loads(fine(here("repeat", "remove", "x:b::UTC:0 9 * * *", "--json"))) == {"key": "x:b::UTC:0 9 * * *"}
+
+
+def test_a_repeatable_is_paused_skipped_and_run_now(here, folder):
+    first, second = added(here, "x", "--every", "1h", "--sender", "hook")["next"][:2]
+    assert json.loads(fine(here("repeat", "skip-next", "x", "--json")))["skipped"] == first
+    assert json.loads(fine(here("repeat", "show", "x", "--json")))["next"][0] == second
+    assert json.loads(fine(here("repeat", "run-now", "x", "--json")))["count"] == 1
+    assert query(folder, "SELECT state FROM jobs WHERE state = 'waiting'") == [("waiting",)]
+    fine(here("repeat", "pause", "x"))
+    again = here("repeat", "pause", "x")
+    assert again.returncode == 1 and "is paused" in again.stderr
+    assert json.loads(fine(here("repeat", "show", "x", "--json")))["state"] == "paused"
+    fine(here("repeat", "resume", "x"))
+    assert json.loads(fine(here("repeat", "list", "--json")))[0]["next"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x", "--every", "1m"], "sender and trigger"),
+        (["x", "--every", "1m", "--cron", "* * * * *", "--sender", "hook"], "cron and every"),
+        (["x", "--every", "1m", "--sender", "hok"], "did you mean 'hook'?"),
+        (["x", "--every", "1m", "--sender", "hook", "--end-at", "2020-01-01T00:00:00Z"], "would never run"),
+        (["x", "--every", "1m", "--sender", "hook", "--data", "{"], "not JSON"),
+        (["x", "--every", "1m", "--sender", "hook", "--backoff", '{"delay": "1x"}'], "not a duration"),
+        (["x", "--cron", "0 0 30 2 *", "--sender", "hook"], "never"),
+    ],
+)
+def test_a_repeatable_that_is_none_is_refused_and_nothing_is_stored(here, folder, arguments, words):
+    refused = here("repeat", "add", *arguments)
+    assert refused.returncode == 1 and words in refused.stderr and "Traceback" not in refused.stderr
+    if (folder / "digestd.sqlite3").exists():
+        assert query(folder, "SELECT count(*) FROM repeatables") == [(0,)]
+
+
 # -- people ------------------------------------------------------------------------------------------------------------
 
 

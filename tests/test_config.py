@@ -846,3 +846,98 @@ def test_the_hash_over_the_files_sees_changes_and_what_is_away(tmp_path):
     os.remove(path)
     hashes.append(digestd.files_digest([path]))
     assert hashes[0] == hashes[4] and hashes[1] == hashes[3] and len(set(hashes)) == 3
+
+
+# -- what people fall into with repeatables ----------------------------------------------------------------------------
+
+
+def warnings_of(tmp_path, settings: str, more: str = "") -> list[str]:
+    text = f'{more}[senders.out]\ntype = "log"\nmax_per_minute = 10\n[repeatables.x]\nsender = "out"\n{settings}\n'
+    return [str(warning) for warning in digestd.read_config(text, tmp_path / "config.toml").warnings]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ('cron = "* 15 3 * * *"', "write 0 15 3 * * *"),
+        ('pattern = "* 15 3 * * *"', "60 times"),
+        ('cron = "*/47 * * * * *"', "*/47 in the second is not every 47"),
+        ('cron = "*/7 * * * *"', "begins anew with each hour"),
+        ('cron = "0 */5 * * *"', "begins anew with each day"),
+        ('cron = "0 9 */2 * *"', "begins anew with each month"),
+        ('cron = "0 9 13 * 5"', "either of them"),
+        ('cron = "0 9 31 * *"', "without a day 31"),
+        ('cron = "0 9 1,30 * *"', "without a day 30"),
+        ('cron = "30 2 * * *"\ntimezone = "America/New_York"', "02:30 does not exist on 2024-03-10"),
+        ('cron = "0 2 * * *"\ntimezone = "Europe/Berlin"', "it runs at 03:00"),
+        ('cron = "15 2 * * *"\ntimezone = "Australia/Lord_Howe"', "it runs at 02:45"),
+        ('every = "5s"', "more than the 10 a minute"),
+    ],
+)
+def test_what_is_perhaps_not_meant_is_told_with_its_place(tmp_path, settings, words):
+    [warning] = warnings_of(tmp_path, settings)
+    assert words in warning and re.search(r"config.toml:6: repeatables.x.(cron|pattern|every): ", warning)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        'cron = "0 15 3 * * *"', 'cron = "* * * * * *"', 'cron = "*/15 * * * *"', 'cron = "0 9 * * mon-fri"',
+        'cron = "0 9 L * *"', 'cron = "@daily"', 'cron = "@secondly"', 'cron = "0 9 1-28 * *"', 'every = "6s"',
+        'cron = "*/10 * * * *"\ntimezone = "America/New_York"', 'cron = "30 3 * * *"\ntimezone = "America/New_York"',
+        'cron = "30 2 * * *"\ntimezone = "Asia/Tokyo"', 'cron = "0 9 ? * 1#2"', 'cron = "H H * * *"',
+    ],
+)  # fmt: skip
+def test_what_is_meant_is_not_warned_of(tmp_path, settings):
+    assert warnings_of(tmp_path, settings) == []
+
+
+def test_a_cron_of_a_digest_is_looked_at_as_well(tmp_path):
+    text = (
+        '[senders.out]\ntype = "log"\n[workflows.w]\n[[workflows.w.steps]]\nid = "d"\ntype = "digest"\n'
+        'cron = "* 0 9 * * *"\n[[workflows.w.steps]]\nid = "s"\ntype = "chat"\nsender = "out"\n'
+    )
+    [warning] = digestd.read_config(text, tmp_path / "config.toml").warnings
+    assert (warning.line, warning.path) == (7, "workflows.w.steps.0.cron")
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "words"),
+    [
+        ('cron = "0 9 * * *"\nalign = "start"', "align", "goes with every"),
+        ('cron = "0 9 * * *"\noffset = "1m"', "offset", "goes with every"),
+        ('every = "1m"\nimmediately = true\nstart_at = 2030-01-01T00:00:00Z', "immediately", "exclude each other"),
+        (
+            'every = "1m"\nstart_at = "2030-01-02T00:00:00Z"\nend_at = "2030-01-01T00:00:00Z"',
+            "end_at",
+            "before start_at",
+        ),
+        ('every = "1m"\nstart_at = 2030-01-01T00:00:00', "start_at", "no offset"),
+        ('every = "1m"\nend_at = "2030-02-30T00:00:00Z"', "end_at", "not a real date"),
+        ('every = "1m"\njitter = "1m"', "jitter", "shorter than every"),
+        ('every = "1m"\noverlap = "no"', "overlap", "is not one of"),
+        ('every = "1m"\nmissed = true', "missed", "is not one of"),
+        ('every = "1m"\nattempts = 0', "attempts", "at least 1"),
+        ('every = "1m"\nbackoff = { type = "linear", delay = "1s" }', "backoff.type", "is not one of"),
+        ('every = "1m"\nbackoff = "soon"', "backoff", "not a duration"),
+        ('every = "1m"\nretention = {}', "retention", "is empty"),
+        ('every = "1m"\nretention = { count = -1 }', "retention.count", "at least 0"),
+        ('every = "1m"\ncount = -1', "count", "at least 0"),
+        ('every = "1m"\njob_id = ""', "job_id", "1 to 100"),
+    ],
+)
+def test_settings_of_a_repeatable_that_cannot_be_are_told_with_their_place(tmp_path, settings, path, words):
+    text = f'[senders.out]\ntype = "log"\n[repeatables.x]\nsender = "out"\n{settings}\n'
+    with pytest.raises(digestd.ConfigError) as error:
+        digestd.read_config(text, tmp_path / "config.toml")
+    assert [(problem.path, words in problem.text) for problem in error.value.problems] == [
+        (f"repeatables.x.{path}", True)
+    ]
+
+
+def test_a_trigger_is_not_tried_again_so_it_takes_no_attempts(tmp_path):
+    text = step('type = "digest"\nwindow = "1m"')
+    [name] = read(text).workflows
+    text += f'[repeatables.x]\nevery = "1m"\nattempts = 3\ntrigger = {{ workflow = "{name}", to = "s1" }}\n'
+    with pytest.raises(digestd.ConfigError, match="goes with sender"):
+        digestd.read_config(text, tmp_path / "config.toml")
