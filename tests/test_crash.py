@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -176,3 +177,98 @@ def test_a_message_sent_and_not_recorded_is_sent_once_more_with_the_same_id(worl
     w.advance("1m")
     tries = [again for _, again, _ in w.sent if again.public_id == claim.public_id]
     assert len(tries) == 2 and tries[0].public_id == tries[1].public_id and tries[0].message == tries[1].message
+
+
+SPECS = (
+    '[daemon]\ndurability = "normal"\n'
+    + BASIC
+    + """
+[repeatables.a]
+every = "1m"
+sender = "hook"
+[repeatables.b]
+cron = "* * * * *"
+jitter = "5s"
+overlap = "queue"
+sender = "hook"
+[repeatables.c]
+every = "1m"
+align = "start"
+trigger = { workflow = "comments", to = "a", payload = { postId = 1 } }
+[repeatables.d]
+every = "30s"
+missed = "all"
+overlap = "skip"
+sender = "hook"
+[repeatables.e]
+every = "1m"
+missed = "skip"
+limit = 3
+sender = "hook"
+"""
+)
+WITHOUT_ONE_PENDING_RUN = """
+    SELECT s.name, s.state, count(r.id) FROM repeatables s
+    LEFT JOIN runs r ON r.repeatable_id = s.id AND r.taken_at IS NULL AND r.state = 'active'
+    GROUP BY s.id HAVING count(r.id) <> (s.state = 'active')
+"""
+
+
+def repeat(w: World, crash_at: int | None) -> int:
+    """Specs are taken, paused, skipped and changed; the process ends after statement `crash_at`. How many there were."""
+    count = 0
+
+    def hook(event: digestd.peewee.QueryEvent) -> None:
+        nonlocal count
+        count += event.sql != WITHOUT_ONE_PENDING_RUN
+        if count == crash_at:
+            raise Crash
+
+    def deed(name: str, key: str) -> None:
+        with contextlib.suppress(digestd.Rejected), digestd.transaction():
+            digestd.do_to_repeatable(name, key, w.now)
+
+    def away() -> None:
+        w.clock.at += 150_000
+        w.tick()
+
+    steps = [
+        lambda: w.advance("61s"), lambda: deed("pause", "a"), lambda: deed("skip-next", "b"), lambda: deed("resume", "a"),
+        lambda: deed("run-now", "d"), away, lambda: w.use(SPECS.replace('every = "1m"\nsender', 'every = "2m"\nsender')),
+        lambda: w.advance("61s"),
+    ]  # fmt: skip
+    digestd.database.query_hooks.append(hook)
+    try:
+        for step in steps:
+            try:
+                step()
+            except Crash:
+                digestd.database.query_hooks.clear()
+                w.crash()
+                w.open()
+                assert w.rows(WITHOUT_ONE_PENDING_RUN) == []
+                w.tick()
+                step()
+            assert digestd.rows(WITHOUT_ONE_PENDING_RUN) == []
+    finally:
+        digestd.database.query_hooks.clear()
+    return count
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_a_crash_after_any_statement_leaves_each_spec_exactly_one_pending_run(tmp_path, start):
+    (tmp_path / "whole").mkdir()
+    whole = World(tmp_path / "whole", SPECS)
+    total = repeat(whole, None)
+    assert total > 150
+    for crash_at in range(1 + start, total + 1, 4):
+        folder = tmp_path / str(crash_at)
+        folder.mkdir()
+        w = World(folder, SPECS)
+        repeat(w, crash_at)
+        assert w.rows("SELECT count FROM repeatables WHERE name = 'e' AND count > 3") == []
+        numbers = w.rows("SELECT repeatable_id, count FROM runs WHERE taken_at IS NOT NULL ORDER BY repeatable_id, seq")
+        for spec_id in {spec for spec, _ in numbers}:
+            mine = [number for spec, number in numbers if spec == spec_id]
+            assert mine == list(range(1, len(mine) + 1))  # each run is counted once, in order
+        digestd.close_store()
