@@ -480,6 +480,35 @@ def test_an_endpoint_that_hangs_does_not_delay_the_messages_of_another(daemon, r
     wait_for(lambda: process.query(done) == [("hook", 20), ("other", 20)], what="the rest")
 
 
+def test_a_job_of_five_seconds_each_second_keeps_its_rate_with_five_places_and_waits_its_turn_with_one(
+    tmp_path, receiver
+):
+    """Thirty seconds by the real clock, both daemons side by side."""
+    spec = '[repeatables.x]\nevery = "1s"\nsender = "hook"\n'
+    receiver.delay = lambda: pause(5)
+    processes = {}
+    for places in (1, 5):
+        (tmp_path / str(places)).mkdir()
+        config = f"[daemon]\nconcurrency = {places}\n" + hook(receiver, path=f"/{places}") + spec
+        processes[places] = Process(tmp_path / str(places), config)
+    try:
+        pause(31)
+        taken = "SELECT slot_at, taken_at FROM runs WHERE taken_at IS NOT NULL ORDER BY taken_at"
+        each = processes[5].query(taken)
+        slots = [slot_at for slot_at, _ in each]
+        assert slots == list(range(slots[0], slots[0] + 1000 * len(slots), 1000)) and len(slots) >= 29
+        turns = [taken_at for _, taken_at in processes[1].query(taken)]
+        assert 5 <= len(turns) <= 7
+        assert all(later - sooner >= 5000 for sooner, later in zip(turns, turns[1:], strict=False))
+        for process in processes.values():
+            assert process.query("SELECT count(*) FROM runs WHERE taken_at IS NULL AND state = 'active'") == [(1,)]
+        late = sorted(taken_at - slot_at for slot_at, taken_at in each)
+        print(f"late by p50 {late[len(late) // 2]} ms, most {late[-1]} ms")
+    finally:
+        for process in processes.values():
+            process.kill()
+
+
 # -- reload ------------------------------------------------------------------------------------------------------------
 
 
