@@ -8154,35 +8154,40 @@ def command_check(arguments: argparse.Namespace) -> int:
         else:
             print("\n".join(map(str, error.problems)))
         return error.exit_code
-    open_work = _open_work(config) if arguments.db else []
+    open_work, broken = _open_work(config) if arguments.db else ([], [])
     for warning in config.warnings if not arguments.json else ():
         print(f"warning: {warning}")
     for one in open_work if not arguments.json else ():
         lost = f", and this config has no such {one['missing']}: they will fail" if one["missing"] else ""
         print(f"{'warning' if lost else 'open'}: {one['count']} {one['what']} of {one['name']}{lost}")
+    for name, reason in broken if not arguments.json else ():
+        print(f"broken: repeatable {name}: {one_line(reason)}")
     counted = [f"{len(getattr(config, table))} {table}" for table in ("workflows", "repeatables", "senders")]
     text = f"{config.source}: fine: {', '.join(counted)}"
     facts = {"ok": True, "problems": [], "warnings": [warning._asdict() for warning in config.warnings]}
-    show(arguments, {**facts, "open": open_work} if arguments.db else facts, text)
-    return 0
+    found = {"open": open_work, "broken": [{"name": name, "reason": reason} for name, reason in broken]}
+    show(arguments, {**facts, **found} if arguments.db else facts, text)
+    return 1 if broken else 0
 
 
-def _open_work(config: Config) -> list[dict[str, Any]]:
-    """What is under way in the database, by step, and what of it this config has no place for."""
+def _open_work(config: Config) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """What is under way in the database, by step, and what of it this config has no place for; and the repeatables
+    that are broken, with the reason."""
     if not config.database.exists():
-        return []
+        return [], []
     with store_of(config), _store_errors(str(config.database)):
         found = rows(
             "SELECT 'windows', workflow, step, count(*) FROM digests WHERE state IN ('open', 'held') GROUP BY 2, 3"
             " UNION ALL SELECT 'jobs', r.workflow, j.step, count(*) FROM jobs j JOIN runs r ON r.id = j.run_id"
             f" WHERE j.state IN {UNFINISHED} AND r.workflow IS NOT NULL GROUP BY 2, 3"
         )
+        broken = rows("SELECT name, coalesce(reason, '') FROM repeatables WHERE state = 'broken' ORDER BY name")
     work = []
     for what, workflow, step, count in found:
         settings = config.workflows.get(workflow)
         missing = "workflow" if settings is None else "step" if step not in settings.places else None
         work.append({"what": what, "name": f"{workflow}/{step}", "count": count, "missing": missing})
-    return work
+    return work, broken
 
 
 def command_migrate(arguments: argparse.Namespace) -> int:

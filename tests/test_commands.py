@@ -254,6 +254,18 @@ def test_check_counts_what_is_under_way_and_what_would_have_no_place(here, world
     assert "they will fail" in fine(here("check", "--db"))
 
 
+def test_a_broken_repeatable_is_told_by_check_and_status_and_their_exit_codes(here, world, folder):
+    text = BASIC + '[repeatables.odd]\nevery = "1m"\nsender = "hook"\n'
+    (folder / "config.toml").write_text(text)
+    world(text).rows("UPDATE repeatables SET state = 'broken', reason = 'the rule has no further time'")
+    digestd.close_store()
+    told, as_json, status = here("check", "--db"), here("check", "--db", "--json"), here("status")
+    assert told.returncode == 1 and "broken: repeatable odd: the rule has no further time" in told.stdout
+    assert as_json.returncode == 1 and [one["name"] for one in json.loads(as_json.stdout)["broken"]] == ["odd"]
+    assert status.returncode == 1 and "repeatable broken" in status.stdout
+    assert here("check").returncode == 0
+
+
 def test_a_warning_changes_nothing_and_secrets_are_not_printed(here, folder):
     text = BASIC.replace('url = "http://', f'url = "http://user:{SECRET}@') + f'[api]\nkeys = ["{SECRET}"]\n'
     (folder / "config.toml").write_text(text)
