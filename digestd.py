@@ -4409,14 +4409,16 @@ def _break_spec(spec_id: int, name: str, reason: str, now: int) -> None:
         log.error("repeatable %s is broken: %s", one_line(name), one_line(reason))
 
 
-def _next_slot(plan: Plan, after: int, now: int) -> int | None:
-    """The slot of a spec's next run; None when there is none, and the spec has ended with the reason."""
+def _next_slot(plan: Plan, after: int, now: int, at_once: bool) -> int | None:
+    """The slot of a spec's next run, now or the first of its rule; None when there is none, and the spec has ended with
+    the reason."""
     if plan.run_limit is not None and plan.taken >= plan.run_limit:
         _finish_spec(plan.id, f"the limit of {plan.run_limit} runs is reached", now)
         return None
-    slot_at, reason = None, "the rule has no further time"
+    slot_at, reason = now if at_once else None, "the rule has no further time"
     try:
-        slot_at = plan.rule.next_after(after if plan.start_at is None else max(after, plan.start_at - 1))
+        if not at_once:
+            slot_at = plan.rule.next_after(after if plan.start_at is None else max(after, plan.start_at - 1))
     except RuleError as error:
         reason = error.message
     if slot_at is None:
@@ -4440,11 +4442,9 @@ def _add_runs(plans: Iterable[tuple[Plan, int]], now: int, at_once: bool = False
     the slot now; how many there were to add. Two statements for all."""
     slots, jobs = [], {}
     for plan, after in plans:
-        slot_at = _next_slot(plan, after, now)
+        slot_at = _next_slot(plan, after, now, at_once)
         if slot_at is None:
             continue
-        if at_once:
-            slot_at = now
         sender = action_of(plan.action).get("sender")
         kind = "trigger" if sender is None else "message"
         due_at = slot_at + (0 if at_once else _spread(plan))
@@ -4572,16 +4572,16 @@ def replan_intervals(now: int) -> int:
 
 
 def _have(spec: Spec, source: str) -> Any:
-    """The row that a spec is already there as: in the config the name is its identity, else the key. (id, source,
-    state, anchor, columns …), or None."""
-    columns = f"id, source, state, {', '.join(_SPEC_COLUMNS)} FROM repeatables"
-    if source == "config":
-        found = row(
-            f"SELECT {columns} WHERE source = 'config' AND name = ? ORDER BY state = 'retired', id DESC", spec.name
-        )
+    """The row that a spec is already there as: in the config the name is its identity, else the key. One that was taken
+    out of the config comes back as it was. (id, source, state, columns …), or None."""
+    named, known = ("source = 'config' AND name = ?", spec.name), ("key = ?", spec.key)
+    ways = [(*known, "<>")] if source != "config" else [(*named, "<>"), (*known, "<>"), (*named, "=")]
+    columns = f"SELECT id, source, state, {', '.join(_SPEC_COLUMNS)} FROM repeatables"
+    for condition, value, is_retired in ways:
+        found = row(f"{columns} WHERE {condition} AND state {is_retired} 'retired' ORDER BY id DESC LIMIT 1", value)
         if found:
             return found
-    return row(f"SELECT {columns} WHERE key = ? AND state <> 'retired'", spec.key)
+    return None
 
 
 def _value_text(column: str, value: Any) -> str:

@@ -598,6 +598,25 @@ def test_a_config_that_names_what_was_added_by_hand_takes_it_over_and_keeps_its_
         )
 
 
+def test_what_comes_back_into_the_config_while_the_same_was_added_by_hand_is_one_spec(world):
+    w = world(spec_text())
+    w.use(BASIC)
+    with digestd.transaction():
+        digestd.add_repeatable(
+            digestd.spec_from(w.config, {"name": "x", "every": "1m", "sender": "hook"}), "api", w.now
+        )
+    w.use(spec_text())
+    w.advance("1m")
+    assert seconds(w) == [60] and pending(w) == 1
+    assert w.rows("SELECT source, state FROM repeatables ORDER BY id") == [("config", "retired"), ("config", "active")]
+
+
+def test_a_first_run_at_once_comes_also_where_the_plan_has_none_before_the_end(world):
+    w = world(spec_text(every="1h", immediately=True, end_at="2026-03-09T09:30:00Z"))
+    w.advance("3h")
+    assert seconds(w) == [0] and w.one("SELECT state FROM repeatables") == "finished"
+
+
 def test_what_was_removed_and_is_added_again_begins_anew_and_runs(world):
     w = world(BASIC)
     for _ in range(2):
