@@ -768,6 +768,105 @@ def test_a_client_that_hung_up_while_the_database_was_locked_breaks_nothing(api)
     assert len(events_of(api, gone)) <= 1
 
 
+# -- repeatables -------------------------------------------------------------------------------------------------------
+
+SPECS = "/v1/repeatables"
+
+
+def hourly(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "every": 3_600_000, "sender": "out", **more}
+
+
+def listed(api: Process) -> list[str]:
+    status, answer = api.request("GET", SPECS)
+    assert status == 200
+    return [one["key"] for one in answer["data"]]
+
+
+def test_a_repeatable_is_added_listed_and_removed_by_its_key(api):
+    status, answer = api.request("POST", SPECS, hourly("api one", limit=5, data={"a": 1}, tz="Europe/Berlin"))
+    facts = answer["data"]
+    assert (status, facts["key"], facts["count"], facts["limit"]) == (201, "api one:::Europe/Berlin:3600000", 0, 5)
+    assert len(facts["next"]) == 5 and (facts["state"], facts["source"], facts["data"]) == ("active", "api", {"a": 1})
+    assert api.request("POST", SPECS, hourly("api one", limit=7, tz="Europe/Berlin"))[1]["data"]["limit"] == 7
+    path = f"{SPECS}/{urllib.parse.quote(facts['key'])}"
+    assert api.request("GET", path)[1]["data"]["limit"] == 7 and facts["key"] in listed(api)
+    assert api.request("DELETE", path) == (200, {"data": True})
+    assert api.request("DELETE", path) == (200, {"data": False})
+    assert facts["key"] not in listed(api) and api.request("GET", path)[0] == 404
+
+
+def test_a_repeatable_is_removed_by_its_name_options_and_job_id(api):
+    for job_id in ("a", "b"):
+        assert api.request("POST", SPECS, hourly("api two", jobId=job_id))[0] == 201
+    assert api.request("DELETE", f"{SPECS}/{urllib.parse.quote('api two')}")[0] == 409
+    assert api.request("DELETE", SPECS, hourly("api two", jobId="a")) == (200, {"data": True})
+    assert [key for key in listed(api) if key.startswith("api two")] == ["api two:b::UTC:3600000"]
+    assert api.request("DELETE", SPECS, hourly("api two", jobId="c")) == (200, {"data": False})
+
+
+def test_the_options_of_bullmq_are_taken_as_its_clients_nest_them(api):
+    body = {"name": "api nested", "sender": "out", "repeat": {"pattern": "0 15 3 * * *", "limit": 2, "jobId": "j"}}
+    status, answer = api.request("POST", SPECS, body)
+    assert status == 201 and answer["data"]["rule"] == "cron 0 15 3 * * *" and answer["data"]["jobId"] == "j"
+    assert len(answer["data"]["next"]) == 2  # and no more than its limit lets it have
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"every": 1000, "sender": "out"}, "name"),
+        (hourly("x", cron="* * * * *"), "one of cron and every"),
+        ({"name": "x", "sender": "out"}, "one of cron and every"),
+        (hourly("x", sender="nobody"), "no sender is called"),
+        ({"name": "x", "every": 1000}, "sender and trigger"),
+        (hourly("x", limit=0), "limit: 0 is out of range"),
+        (hourly("x", limit=3, count=3), "the limit of 3 runs is reached"),
+        (hourly("x", end_at="2020-01-01T00:00:00Z"), "would never run"),
+        (hourly("x", end_at="2020-02-30T00:00:00Z"), "not a real date"),
+        (hourly("x", immediately=True, start_at="2030-01-01T00:00:00Z"), "exclude each other"),
+        (hourly("x", tz="Mars/Phobos"), "not a time zone"),
+        (hourly("x", evry=1), "did you mean 'every'?"),
+        ({"name": "x", "cron": "0 0 30 2 *", "sender": "out"}, "never happens"),
+        ({"name": "x", "cron": 5, "sender": "out"}, "cron"),
+        (hourly("x\ny"), "control characters"),
+        ([], "an object"),
+    ],
+)
+def test_a_repeatable_that_is_none_is_refused_with_the_reason_and_not_stored(api, body, words):
+    before = listed(api)
+    status, answer = api.request("POST", SPECS, body)
+    assert status == 422 and words in answer["message"] and answer["errors"]["general"]["messages"]
+    assert listed(api) == before
+
+
+def test_a_repeatable_is_paused_resumed_skipped_and_run_once_more_by_calls(api):
+    assert api.request("POST", SPECS, hourly("api three"))[0] == 201
+    path = f"{SPECS}/{urllib.parse.quote('api three')}"
+    assert api.request("POST", path + "/pause")[1]["data"]["key"] == "api three:::UTC:3600000"
+    assert api.request("POST", path + "/pause")[0] == 409
+    assert api.request("GET", path)[1]["data"]["next"] == []
+    assert api.request("POST", path + "/resume")[0] == 200
+    first = api.request("GET", path)[1]["data"]["next"][0]
+    assert api.request("POST", path + "/skip-next")[1]["data"]["skipped"] == first
+    assert api.request("POST", path + "/run-now")[1]["data"]["count"] == 1
+    wait_for(
+        lambda: (api.request("GET", path)[1]["data"]["lastRun"] or {}).get("result") == "completed", what="the run"
+    )
+    facts = api.request("GET", path)[1]["data"]
+    assert (facts["count"], facts["runs24h"], facts["failures24h"]) == (1, 1, 0) and facts["next"][0] > first
+    assert api.request("POST", path + "/explode")[0] == 405
+    assert api.request("POST", f"{SPECS}/nobody/pause")[0] == 404
+
+
+def test_the_list_is_ordered_by_the_next_time_and_then_the_key(api):
+    for name, every in (("zz late", 7_200_000), ("zz b", 60_000), ("zz a", 60_000)):
+        assert api.request("POST", SPECS, hourly(name, every=every))[0] == 201
+    assert api.request("POST", f"{SPECS}/{urllib.parse.quote('zz late')}/pause")[0] == 200
+    mine = [key.partition(":")[0] for key in listed(api) if key.startswith("zz")]
+    assert mine == ["zz a", "zz b", "zz late"] and listed(api)[-1].startswith("zz late")
+
+
 def test_a_hundred_triggers_at_once_for_one_key_open_one_window(api):
     who = new_id()
     gate = threading.Barrier(100)
@@ -1240,102 +1339,3 @@ def test_all_this_left_no_bug_in_the_log_and_a_clean_end(api):
     assert "Traceback" not in api.logged()
     assert "a bug" not in api.logged()
     assert digestd.__version__ in api.logged()
-
-
-# -- repeatables -------------------------------------------------------------------------------------------------------
-
-SPECS = "/v1/repeatables"
-
-
-def hourly(name: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "every": 3_600_000, "sender": "out", **more}
-
-
-def listed(api: Process) -> list[str]:
-    status, answer = api.request("GET", SPECS)
-    assert status == 200
-    return [one["key"] for one in answer["data"]]
-
-
-def test_a_repeatable_is_added_listed_and_removed_by_its_key(api):
-    status, answer = api.request("POST", SPECS, hourly("api one", limit=5, data={"a": 1}, tz="Europe/Berlin"))
-    facts = answer["data"]
-    assert (status, facts["key"], facts["count"], facts["limit"]) == (201, "api one:::Europe/Berlin:3600000", 0, 5)
-    assert len(facts["next"]) == 5 and (facts["state"], facts["source"], facts["data"]) == ("active", "api", {"a": 1})
-    assert api.request("POST", SPECS, hourly("api one", limit=7, tz="Europe/Berlin"))[1]["data"]["limit"] == 7
-    path = f"{SPECS}/{urllib.parse.quote(facts['key'])}"
-    assert api.request("GET", path)[1]["data"]["limit"] == 7 and facts["key"] in listed(api)
-    assert api.request("DELETE", path) == (200, {"data": True})
-    assert api.request("DELETE", path) == (200, {"data": False})
-    assert facts["key"] not in listed(api) and api.request("GET", path)[0] == 404
-
-
-def test_a_repeatable_is_removed_by_its_name_options_and_job_id(api):
-    for job_id in ("a", "b"):
-        assert api.request("POST", SPECS, hourly("api two", jobId=job_id))[0] == 201
-    assert api.request("DELETE", f"{SPECS}/{urllib.parse.quote('api two')}")[0] == 409
-    assert api.request("DELETE", SPECS, hourly("api two", jobId="a")) == (200, {"data": True})
-    assert [key for key in listed(api) if key.startswith("api two")] == ["api two:b::UTC:3600000"]
-    assert api.request("DELETE", SPECS, hourly("api two", jobId="c")) == (200, {"data": False})
-
-
-def test_the_options_of_bullmq_are_taken_as_its_clients_nest_them(api):
-    body = {"name": "api nested", "sender": "out", "repeat": {"pattern": "0 15 3 * * *", "limit": 2, "jobId": "j"}}
-    status, answer = api.request("POST", SPECS, body)
-    assert status == 201 and answer["data"]["rule"] == "cron 0 15 3 * * *" and answer["data"]["jobId"] == "j"
-    assert len(answer["data"]["next"]) == 2  # and no more than its limit lets it have
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"every": 1000, "sender": "out"}, "name"),
-        (hourly("x", cron="* * * * *"), "one of cron and every"),
-        ({"name": "x", "sender": "out"}, "one of cron and every"),
-        (hourly("x", sender="nobody"), "no sender is called"),
-        ({"name": "x", "every": 1000}, "sender and trigger"),
-        (hourly("x", limit=0), "limit: 0 is out of range"),
-        (hourly("x", limit=3, count=3), "the limit of 3 runs is reached"),
-        (hourly("x", end_at="2020-01-01T00:00:00Z"), "would never run"),
-        (hourly("x", end_at="2020-02-30T00:00:00Z"), "not a real date"),
-        (hourly("x", immediately=True, start_at="2030-01-01T00:00:00Z"), "exclude each other"),
-        (hourly("x", tz="Mars/Phobos"), "not a time zone"),
-        (hourly("x", evry=1), "did you mean 'every'?"),
-        ({"name": "x", "cron": "0 0 30 2 *", "sender": "out"}, "never happens"),
-        ({"name": "x", "cron": 5, "sender": "out"}, "cron"),
-        (hourly("x\ny"), "control characters"),
-        ([], "an object"),
-    ],
-)
-def test_a_repeatable_that_is_none_is_refused_with_the_reason_and_not_stored(api, body, words):
-    before = listed(api)
-    status, answer = api.request("POST", SPECS, body)
-    assert status == 422 and words in answer["message"] and answer["errors"]["general"]["messages"]
-    assert listed(api) == before
-
-
-def test_a_repeatable_is_paused_resumed_skipped_and_run_once_more_by_calls(api):
-    assert api.request("POST", SPECS, hourly("api three"))[0] == 201
-    path = f"{SPECS}/{urllib.parse.quote('api three')}"
-    assert api.request("POST", path + "/pause")[1]["data"]["key"] == "api three:::UTC:3600000"
-    assert api.request("POST", path + "/pause")[0] == 409
-    assert api.request("GET", path)[1]["data"]["next"] == []
-    assert api.request("POST", path + "/resume")[0] == 200
-    first = api.request("GET", path)[1]["data"]["next"][0]
-    assert api.request("POST", path + "/skip-next")[1]["data"]["skipped"] == first
-    assert api.request("POST", path + "/run-now")[1]["data"]["count"] == 1
-    wait_for(
-        lambda: (api.request("GET", path)[1]["data"]["lastRun"] or {}).get("result") == "completed", what="the run"
-    )
-    facts = api.request("GET", path)[1]["data"]
-    assert (facts["count"], facts["runs24h"], facts["failures24h"]) == (1, 1, 0) and facts["next"][0] > first
-    assert api.request("POST", path + "/explode")[0] == 405
-    assert api.request("POST", f"{SPECS}/nobody/pause")[0] == 404
-
-
-def test_the_list_is_ordered_by_the_next_time_and_then_the_key(api):
-    for name, every in (("zz late", 7_200_000), ("zz b", 60_000), ("zz a", 60_000)):
-        assert api.request("POST", SPECS, hourly(name, every=every))[0] == 201
-    assert api.request("POST", f"{SPECS}/{urllib.parse.quote('zz late')}/pause")[0] == 200
-    mine = [key.partition(":")[0] for key in listed(api) if key.startswith("zz")]
-    assert mine == ["zz a", "zz b", "zz late"] and listed(api)[-1].startswith("zz late")

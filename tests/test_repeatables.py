@@ -683,6 +683,35 @@ def test_the_database_tells_at_start_that_the_clock_was_set_back(world):
     assert digestd.Daemon(w.config, w.clock).last_now > w.now + digestd.SECOND
 
 
+def test_the_daemon_notices_that_the_clock_was_set_back_also_while_it_sleeps(world, caplog):
+    w = world(spec_text(every="15m"))
+    w.advance("61m")
+    daemon = digestd.Daemon(w.config, w.clock)
+    daemon.more = False
+    assert not daemon._has_work()
+    w.clock.at -= 500
+    assert not daemon._has_work()  # as the clock's own corrections do
+    w.clock.at -= digestd.HOUR
+    assert daemon._has_work()
+    with caplog.at_level("WARNING", "digestd"):
+        daemon._commit([], w.now)
+    assert "set back by" in caplog.text and digestd.next_wake_at() <= w.now + 15 * digestd.MINUTE
+
+
+def test_a_spec_that_was_broken_is_looked_at_again(world):
+    w = world(spec_text())
+    w.rows("UPDATE repeatables SET timezone = 'Mars/Phobos', cron = '0 9 * * *', every_ms = NULL")
+    w.advance("1m")
+    assert w.rows("SELECT state, reason LIKE '%Mars/Phobos%' FROM repeatables") == [("broken", 1)] and pending(w) == 0
+    with digestd.transaction():
+        assert digestd.revive_broken(w.now) == 0
+    assert w.one("SELECT state FROM repeatables") == "broken"
+    w.rows("UPDATE repeatables SET timezone = 'Europe/Berlin'")
+    with digestd.transaction():
+        assert digestd.revive_broken(w.now) == 1
+    assert w.one("SELECT state FROM repeatables") == "active" and pending(w) == 1
+
+
 # -- senders that have not room for all --------------------------------------------------------------------------------
 
 
