@@ -8735,10 +8735,18 @@ def command_test(arguments: argparse.Namespace) -> int:
 # -- calendars and simulation ------------------------------------------------------------------------------------------
 
 
-def _rule_of(text: Any, timezone: str, offset_ms: int = 0) -> Rule:
+def _rule_of(text: Any, timezone: str, anchor_at: int = 0) -> Rule:
     if not isinstance(text, str):
         raise RuleError(f"a rule is a text, not {text!r}")
-    return parse_rule(text, load_zone(timezone), offset_ms)
+    return parse_rule(text, load_zone(timezone), anchor_at)
+
+
+def _anchor_of(align: Any, offset: Any, at: int) -> int:
+    """What an interval counts from, as for a repeatable that is added at an instant."""
+    if align not in ("clock", "start"):
+        raise RuleError(f'{shown(align)} is not what an interval counts from; there are "clock" and "start"')
+    offset_ms = _interval(offset) if offset else 0
+    return at if align == "start" and not offset_ms else offset_ms
 
 
 def _answer_rule(line: str, now: int) -> dict[str, Any]:
@@ -8751,7 +8759,8 @@ def _answer_rule(line: str, now: int) -> dict[str, Any]:
         count = asked.get("n", 5)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= 10_000:
             raise RuleError(f"n is a number from 1 to 10000, not {count!r}")
-        times = next_times(_rule_of(asked["rule"], asked.get("timezone") or "UTC"), at, count)
+        anchor_at = _anchor_of(asked.get("align") or "clock", asked.get("offset"), at)
+        times = next_times(_rule_of(asked["rule"], asked.get("timezone") or "UTC", anchor_at), at, count)
         return {"next": [iso_text(moment) for moment in times]}
     except DigestdError as error:
         return {"error": error.message}
@@ -8766,10 +8775,10 @@ def command_next(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.rule is None:
         raise UsageError('next needs a RULE: a cron text, "every 15m", or "daily at 09:00"')
-    offset_ms = parse_duration(arguments.offset) if arguments.offset else 0
     zone = load_zone(arguments.timezone)
     at = parse_instant(arguments.start) if arguments.start else now
-    rule = _rule_of(arguments.rule, arguments.timezone, offset_ms)
+    anchor_at = _anchor_of(arguments.align, arguments.offset, at)
+    rule = _rule_of(arguments.rule, arguments.timezone, anchor_at)
     if isinstance(rule, LocalRule) and not arguments.json and len(arguments.rule.split()) in (5, 6):
         with contextlib.suppress(RuleError):  # words of as many parts are no cron
             for words in cron_traps(arguments.rule, zone):
@@ -8982,7 +8991,7 @@ def _add_calendar_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     upcoming.add_argument("--timezone", default="UTC", metavar="TZ")
     upcoming.add_argument("--from", dest="start", metavar="ISO", help="strictly after this instant; default now")
     upcoming.add_argument("-n", type=_count, default=5, metavar="N", help="how many, up to 10000")
-    upcoming.add_argument("--align", default="clock", choices=["clock"], help="what an interval counts from")
+    upcoming.add_argument("--align", default="clock", choices=["clock", "start"], help="what an interval counts from")
     upcoming.add_argument("--offset", metavar="DURATION", help="shift of an interval")
     upcoming.add_argument("--jsonl", metavar="FILE", help="one {rule, timezone, from, n} a line; - for standard input")
     simulate = add("simulate", command_simulate, "play a timeline under a virtual clock; nothing is sent")

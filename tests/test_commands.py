@@ -894,6 +894,7 @@ def test_next_knows_cron_intervals_and_plain_words(here):
     assert following(here, "* 15 3 * * *", *at) == ["2025-01-02T03:15:00Z", "2025-01-02T03:15:01Z"]
     assert following(here, "every 15m", *at) == ["2025-01-01T04:15:00Z", "2025-01-01T04:30:00Z"]
     assert following(here, "every 15m", "--offset", "5m", *at) == ["2025-01-01T04:20:00Z", "2025-01-01T04:35:00Z"]
+    assert following(here, "every 15m", "--align", "start", *at) == ["2025-01-01T04:22:00Z", "2025-01-01T04:37:00Z"]
     berlin = ("--timezone", "Europe/Berlin", *at)
     assert following(here, "daily at 09:00", *berlin) == ["2025-01-01T08:00:00Z", "2025-01-02T08:00:00Z"]
     assert following(here, "0 5 * * *", *berlin) == ["2025-01-02T04:00:00Z", "2025-01-03T04:00:00Z"]
