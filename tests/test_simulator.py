@@ -225,6 +225,35 @@ def test_a_repeatable_is_added_and_removed_by_lines(play):
     assert [one["at"][11:19] for one in told if one["what"] == "run"] == ["09:01:00", "09:02:00"]
 
 
+def test_repeatables_do_in_the_simulator_what_they_are_asked_for(play):
+    told = play(
+        BASIC,
+        at("04:07:00", repeatable={"name": "x", "every": "15m", "align": "start", "limit": 4}),
+        at(
+            "04:07:00",
+            repeatable={"name": "y", "cron": "*/10 * * * *", "missed": "skip", "endDate": "2026-03-09T04:40:00Z"},
+        ),
+        at("04:15:00", down="20m"),
+        at("04:41:00", reply={"sender": "hook", "status": 503, "times": 2}),
+        at("04:41:00", repeatable={"name": "z", "every": "15m", "immediately": True, "attempts": 2, "backoff": "1s"}),
+        at("04:42:00", remove_repeatable="z"),
+        until="2026-03-09T05:20:00Z",
+    )
+    seen = [(one["at"][11:19], one["what"], one["repeatable"], one.get("slot", "-")[11:16]) for one in told]
+    assert [one for one in seen if one[2] == "x" and one[1] != "sent"] == [
+        ("04:07:00", "run", "x", "04:07"), ("04:35:00", "run", "x", "04:22"), ("04:37:00", "run", "x", "04:37"),
+        ("04:52:00", "run", "x", "04:52"), ("04:52:00", "finished", "x", ""),
+    ]  # fmt: skip
+    assert [one for one in seen if one[2] == "y" and one[1] != "sent"] == [
+        ("04:10:00", "run", "y", "04:10"), ("04:35:00", "skipped", "y", "04:20"), ("04:40:00", "run", "y", "04:40"),
+        ("04:40:00", "finished", "y", ""),
+    ]  # fmt: skip
+    assert [one[:2] for one in seen if one[2] == "z"] == [
+        ("04:41:00", "run"), ("04:41:00", "retrying"), ("04:41:01", "failed")
+    ]  # fmt: skip
+    assert [one["count"] for one in told if one["what"] == "run" and one["repeatable"] == "x"] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "line",
     [
