@@ -4625,24 +4625,25 @@ def upsert_repeatable(spec: Spec, source: str, now: int) -> str:
         words.append("active again")
     if comes_back or words:
         begin = spec.begin(now) if timing or comes_back else None
-        _plan_anew(
-            spec_id, begin, bool({"action", "jitter_ms"} & changed.keys()), now, spec.immediately and state == "retired"
-        )
+        _plan_anew(spec_id, begin, now, spec.immediately and state == "retired")
     return ", ".join(words)
 
 
-def _plan_anew(spec_id: int, begin: int | None, action: bool, now: int, at_once: bool) -> None:
-    """After a change: keep the pending run where its timing holds, and let it do what the spec now says. `begin`: the
-    timing does not hold, and the next slot lies after that instant."""
-    slot_at = _pending_slot(spec_id)
-    is_over = row("SELECT run_limit <= count FROM repeatables WHERE id = ?", spec_id)[0]
-    if slot_at is not None and begin is None and not action and not is_over:
+def _plan_anew(spec_id: int, begin: int | None, now: int, at_once: bool) -> None:
+    """After a change: the pending run stays where its timing holds, whatever made it what it is, and does what the spec
+    now says. `begin`: the timing does not hold, and the next slot lies after that instant."""
+    state, is_over, text = row("SELECT state, run_limit <= count, action FROM repeatables WHERE id = ?", spec_id)
+    sender, pending_at = action_of(text).get("sender"), _pending_slot(spec_id)
+    if pending_at is not None and begin is None and not is_over:
+        execute(
+            "UPDATE jobs SET sender = ?, type = ? WHERE run_id ="
+            " (SELECT id FROM runs WHERE repeatable_id = ? AND taken_at IS NULL AND state = 'active')",
+            sender, "trigger" if sender is None else "message", spec_id,
+        )  # fmt: skip
         return
     _drop_pending_run(spec_id, "planned anew", now)
-    if begin is None:
-        begin = now if slot_at is None else min(now, slot_at - 1)
-    if row("SELECT 1 FROM repeatables WHERE id = ? AND state = 'active'", spec_id):
-        plan_run(spec_id, begin, now, at_once)
+    if state == "active":
+        plan_run(spec_id, now if begin is None else begin, now, at_once)
 
 
 def add_repeatable(spec: Spec, source: str, now: int) -> str:
@@ -4757,16 +4758,71 @@ def do_to_repeatable(deed: str, text: str, now: int) -> dict[str, Any]:
 REPEATABLE_DEEDS = ("remove", "pause", "resume", "run-now", "skip-next")
 
 
+def _arm(spec_id: int, name: str, now: int) -> bool:
+    """Add the pending run of an active spec that has none, from now on; one that the database refuses breaks only that
+    spec. Whether there is one."""
+    try:
+        with savepoint():
+            return plan_run(spec_id, now, now)
+    except peewee.IntegrityError as error:
+        _break_spec(spec_id, name, f"its next run cannot be stored: {error}", now)
+        return False
+
+
+def _revive(spec_id: int, name: str, now: int) -> bool:
+    """broken -> active, if it has a next run; else it is broken again, with the reason."""
+    move(Repeatable, spec_id, "broken", "active", updated_at=now, reason=None)
+    _drop_pending_run(spec_id, "planned anew", now)
+    if not _arm(spec_id, name, now):
+        return False
+    log.warning("repeatable %s runs again", one_line(name))
+    return True
+
+
 def revive_broken(now: int) -> int:
     """Look again for the next time of specs that had none: a zone may be known by now. How many have one."""
-    revived = 0
-    for spec_id, name in rows("SELECT id, name FROM repeatables WHERE state = 'broken'"):
-        move(Repeatable, spec_id, "broken", "active", updated_at=now, reason=None)
-        _drop_pending_run(spec_id, "planned anew", now)
-        if plan_run(spec_id, now, now):
-            log.warning("repeatable %s runs again", one_line(name))
-            revived += 1
-    return revived
+    broken = rows("SELECT id, name FROM repeatables WHERE state = 'broken'")
+    return sum([_revive(spec_id, name, now) for spec_id, name in broken])
+
+
+def rearm_repeatables(now: int) -> int:
+    """A pending run is what its spec makes it: where somebody deleted or ended one by hand, it is made again, from now
+    on. How many were missing."""
+    pending = "SELECT 1 FROM runs r JOIN jobs j ON j.run_id = r.id WHERE r.repeatable_id = s.id AND r.taken_at IS NULL"
+    missing = rows(
+        f"SELECT id, name FROM repeatables s WHERE state = 'active' AND NOT EXISTS ({pending} AND r.state = 'active'"
+        f" AND j.state IN {UNFINISHED})"
+    )
+    for spec_id, name in missing:
+        for (run_id,) in rows("SELECT id FROM runs WHERE repeatable_id = ? AND taken_at IS NULL", spec_id):
+            move(Run, run_id, "active", "cancelled", finished_at=now, reason="its job is gone")
+        _arm(spec_id, name, now)
+        log.error("repeatable %s had lost its pending run", one_line(name))
+    return len(missing)
+
+
+def _why_unusable(config: Config, action: dict[str, Any]) -> str:
+    """Why this config has no way to do what a spec asks for; '' when it has."""
+    sender, trigger = action.get("sender"), action.get("trigger") or {}
+    if sender is not None and sender not in config.senders:
+        return f"there is no sender {sender!r} any more"
+    if trigger and trigger["workflow"] not in config.workflows:
+        return f"there is no workflow {trigger['workflow']!r} any more"
+    return ""
+
+
+def _judge_others(config: Config, now: int) -> None:
+    """Specs that were added by command or call, after the config changed: one whose sender or workflow is gone is
+    broken, and runs again when it is back."""
+    for spec_id, name, state, text in rows(
+        "SELECT id, name, state, action FROM repeatables WHERE source <> 'config' AND state IN ('active', 'broken')"
+    ):
+        reason = _why_unusable(config, action_of(text))
+        if reason and state == "active":
+            _drop_pending_run(spec_id, reason, now)
+            _break_spec(spec_id, name, reason, now)
+        elif not reason and state == "broken":
+            _revive(spec_id, name, now)
 
 
 def sync_repeatables(config: Config, now: int) -> None:
@@ -4786,6 +4842,8 @@ def sync_repeatables(config: Config, now: int) -> None:
         spec = NamedSpec._make(found)
         if spec.name not in config.repeatables:
             retire_repeatable(spec, "removed from the config", now)
+    _judge_others(config, now)
+    rearm_repeatables(now)
 
 
 # -- looking in --------------------------------------------------------------------------------------------------------
@@ -7029,6 +7087,7 @@ class Daemon:
             (60, self._watch_wal),
             (300, self._purge),
             (60, self._tell_status),
+            (60, self._rearm),
             (21_600, self._optimize),
             (86_400, self._revive_broken),
         ):
@@ -7068,6 +7127,11 @@ class Daemon:
             gone = purge(before) + purge_by_spec(now) + purge_arrivals(now - self.config.longest_look_back)
         if gone:
             self.loop.call_later(0.1, self._guarded, self._purge)
+
+    def _rearm(self) -> None:
+        with transaction():
+            if rearm_repeatables(self.clock.now()):
+                self.more = True
 
     def _revive_broken(self) -> None:
         with transaction():

@@ -107,14 +107,18 @@ class Script:
     def do_skip_next(self, key: str, done: bool = True) -> None:
         self._deed("skip-next", key, done)
 
-    def do_promote(self, key: str | None = None) -> None:
-        """The pending runs (of one spec) are due now, by hand, as BullMQ's promote does."""
+    def do_bring_forward(self, key: str | None = None) -> None:
+        """The pending runs (of one spec) are due now, by hand; nothing is there yet to take them."""
         spec = "" if key is None else " AND r.repeatable_id = (SELECT id FROM repeatables WHERE key = ? OR name = ?)"
         self.w.rows(
             "UPDATE jobs SET due_at = ? WHERE state = 'delayed' AND run_id IN"
             f" (SELECT r.id FROM runs r WHERE r.taken_at IS NULL AND r.state = 'active'{spec})",
             self.w.now, *([key, key] if key is not None else []),
         )  # fmt: skip
+
+    def do_promote(self, key: str | None = None) -> None:
+        """The pending runs (of one spec) are due now, by hand, and taken, as BullMQ's promote does."""
+        self.do_bring_forward(key)
         self.w.tick()
 
     def do_advance(self, span: str) -> None:
@@ -131,6 +135,43 @@ class Script:
         self.w.clock.at += digestd.parse_duration(span)
         self.w.open()
         self.w.tick()
+
+    def do_idle(self, span: str) -> None:
+        """The clock goes on, and nothing takes what is due meanwhile."""
+        self.w.clock.at += digestd.parse_duration(span)
+
+    def do_work(self, number: int, span: str = "1ms", *inside: list[Any]) -> None:
+        """So many tries, one after the other, each of which takes so long, and waits for what is not due yet; the steps
+        `inside` happen while the last of them is under way."""
+        last = len(self.w.sent) + number
+        while len(self.w.sent) < last:
+            with digestd.transaction():
+                report = digestd.tick(self.w.config, self.w.now, self.w.room)
+            for claim in report.claims:
+                begun_at = self.w.now
+                self.play(inside if len(self.w.sent) == last - 1 else [])
+                self.w.clock.at += digestd.parse_duration(span)
+                self.w._try(claim)
+                self.w.sent[-1] = (begun_at, *self.w.sent[-1][1:])
+            if not report.moved:
+                wake_at = self.w._wake_at()
+                assert wake_at is not None, "there is nothing left to do"
+                self.w.clock.at = max(self.w.clock.at, wake_at)
+
+    def do_purge(self) -> None:
+        """What the specs' own retention does not keep is deleted."""
+        with digestd.transaction():
+            digestd.purge_by_spec(self.w.now)
+
+    def do_store(self, takes_runs: bool) -> None:
+        """Whether the database takes new runs from now on."""
+        refuse = "CREATE TRIGGER refuse BEFORE INSERT ON runs BEGIN SELECT RAISE(ABORT, 'refused'); END"
+        self.w.rows("DROP TRIGGER refuse" if takes_runs else refuse)
+
+    def do_revive(self) -> None:
+        """Specs that are broken are looked at again, as happens every day."""
+        with digestd.transaction():
+            digestd.revive_broken(self.w.now)
 
     def do_restart(self) -> None:
         self.w.crash()
@@ -185,6 +226,10 @@ class Script:
         if isinstance(wanted.get("next"), str):
             found["next"] = facts["next"][0]
         assert found == wanted
+
+    def do_kept(self, number: int) -> None:
+        """How many runs are still there of those that were taken."""
+        assert self.w.one("SELECT count(*) FROM runs WHERE taken_at IS NOT NULL") == number
 
     def do_failed(self, number: int) -> None:
         assert self.w.one("SELECT count(*) FROM jobs WHERE state = 'failed'") == number

@@ -630,6 +630,112 @@ def test_what_was_removed_and_is_added_again_begins_anew_and_runs(world):
     assert seconds(w) == [60, 120, 360, 420]
 
 
+@pytest.mark.parametrize(
+    ("body", "gone", "reason"),
+    [
+        ({"sender": "hook"}, ("senders.hook", "senders.other"), "no sender 'hook'"),
+        ({"trigger": {"workflow": "comments", "to": "s1"}}, ("workflows.comments", "workflows.others"), "no workflow"),
+    ],
+    ids=["sender", "workflow"],
+)
+def test_a_spec_whose_sender_or_workflow_goes_is_broken_and_runs_again_when_it_is_back(world, body, gone, reason):
+    w = world(BASIC)
+    with digestd.transaction():
+        digestd.add_repeatable(digestd.spec_from(w.config, {"name": "x", "every": "1m", **body}), "api", w.now)
+    w.advance("1m")
+    w.use(
+        BASIC.replace(*gone).replace(
+            'sender = "hook"', f'sender = "{gone[1].partition(".")[2]}"' if body.get("sender") else 'sender = "hook"'
+        )
+    )
+    w.advance("5m")
+    state, why = w.one("SELECT state, reason FROM repeatables")
+    assert state == "broken" and reason in why and pending(w) == 0
+    assert "repeatable broken" in [what for (what,) in w.rows("SELECT what FROM v_trouble")]
+    w.use(BASIC)
+    w.advance("2m")
+    assert w.rows("SELECT state, reason, count FROM repeatables") == [("active", None, 3)] and pending(w) == 1
+
+
+@pytest.mark.parametrize(
+    "by_hand",
+    [
+        "DELETE FROM jobs",
+        "UPDATE jobs SET state = 'cancelled', finished_at = 1",
+        "DELETE FROM jobs; DELETE FROM runs",
+    ],
+)
+def test_a_pending_run_that_somebody_deletes_skips_one_slot_and_ends_no_spec(world, caplog, by_hand):
+    w = world(spec_text())
+    w.advance("10s")
+    for statement in by_hand.split("; "):
+        w.rows(statement)
+    w.advance("60s")
+    assert w.sent == []
+    with digestd.transaction():
+        assert digestd.rearm_repeatables(w.now) == 1
+        assert digestd.rearm_repeatables(w.now) == 0
+    w.advance("1m")
+    assert seconds(w) == [120] and pending(w) == 1
+    assert "had lost its pending run" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["api", "config"])
+@pytest.mark.parametrize("how", ["skipped", "at once", "brought forward", "overdue"])
+def test_a_change_of_what_a_run_does_leaves_the_pending_run_where_it_is(world, source, how):
+    """Planned anew, a slot skipped by hand came back, and a run that was due was lost."""
+    settings = {"every": "1h", "immediately": how == "at once"}
+    w = world(BASIC)
+
+    def put(data: int) -> None:
+        if source == "config":
+            w.use(spec_text(**settings, data=data))
+            return
+        with digestd.transaction():
+            body = {"name": "x", "sender": "hook", **settings, "data": data}
+            digestd.add_repeatable(digestd.spec_from(w.config, body), "api", w.now)
+
+    put(1)
+    if how == "skipped":
+        deed(w, "skip-next")
+    elif how == "brought forward":
+        w.rows("UPDATE jobs SET due_at = ?", w.now)
+    elif how == "overdue":
+        w.clock.at += 2 * digestd.HOUR
+    [before] = w.rows("SELECT id, slot_at FROM runs WHERE taken_at IS NULL AND state = 'active'")
+    put(2)
+    assert w.rows("SELECT id, slot_at FROM runs WHERE taken_at IS NULL AND state = 'active'") == [before]
+    w.tick()
+    assert len(w.sent) == (how != "skipped")
+    w.advance("2h")
+    assert {body["data"]["data"] for body in w.bodies()} == {2}
+
+
+def test_a_change_of_sender_or_to_a_trigger_reaches_the_pending_run(world):
+    other = '[senders.other]\ntype = "webhook"\nurl = "http://127.0.0.1:9/other"\n'
+    w = world(other + spec_text())
+    w.use(other + spec_text(sender="other"))
+    w.advance("1m")
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["other"]
+    w.use(other + spec_text(sender=None, trigger={"workflow": "comments", "to": "s1"}))
+    w.advance("1m")
+    assert len(w.sent) == 1 and w.one("SELECT count(*) FROM events") == 1
+
+
+def test_a_spec_that_stays_broken_keeps_no_other_from_being_revived(world):
+    w = world(spec_text() + '[repeatables.y]\nevery = "1m"\nsender = "hook"\n')
+    w.rows("UPDATE repeatables SET state = 'broken', reason = 'odd'")
+    w.rows("DELETE FROM jobs")
+    w.rows("DELETE FROM runs")
+    w.rows(
+        "CREATE TRIGGER refuse BEFORE INSERT ON runs WHEN new.repeatable_id = 1"
+        " BEGIN SELECT RAISE(ABORT, 'refused'); END"
+    )
+    with digestd.transaction():
+        assert digestd.revive_broken(w.now) == 1
+    assert w.rows("SELECT name, state FROM repeatables ORDER BY id") == [("x", "broken"), ("y", "active")]
+
+
 # -- clocks ------------------------------------------------------------------------------------------------------------
 
 
