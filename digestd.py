@@ -4492,8 +4492,14 @@ def _take_together(run_ids: Sequence[int], now: int) -> None:
         return
     counted = rows(_COUNT_RUNS, json.dumps(list(taken)))
     execute(_TAKE_RUNS, now, json.dumps([run_id for run_id, _ in taken.values()]))
-    plans = [Plan._make(columns) for state, *columns in counted if state == "active"]
-    _add_runs([(plan, _go_on_from(plan, taken[plan.id][1], now)) for plan in plans], now)
+    plans = [(state, Plan._make(columns)) for state, *columns in counted]
+    for _, plan in plans:
+        slot_at = taken[plan.id][1]
+        if now - slot_at > MISSED_MS + plan.jitter_ms:
+            late = duration_text(now - slot_at)
+            log.warning("repeatable %s: the run of %s comes %s late", one_line(plan.name), iso_text(slot_at), late)
+    active = [plan for state, plan in plans if state == "active"]
+    _add_runs([(plan, _go_on_from(plan, taken[plan.id][1], now)) for plan in active], now)
 
 
 def _go_on_from(plan: Plan, slot_at: int, now: int) -> int:

@@ -401,6 +401,19 @@ def test_a_skipped_run_is_told_once_and_not_counted(world, caplog):
     assert w.one("SELECT count(*) FROM v_trouble") == 0
 
 
+def test_a_run_that_comes_late_is_told_with_how_late_it_is_and_one_on_time_is_not(world, caplog):
+    w = world(spec_text(every=None, cron="0 3 * * 0", jitter="30s"))
+    w.clock.at = digestd.parse_instant("2026-03-15T02:00:00Z")
+    with caplog.at_level("WARNING", "digestd"):
+        w.advance("2h")
+        assert caplog.text == ""
+        w.clock.at = digestd.parse_instant("2026-03-22T07:00:00Z")
+        w.tick()
+    assert [record.getMessage() for record in caplog.records] == [
+        "repeatable x: the run of 2026-03-22T03:00:00Z comes 4h late"
+    ]
+
+
 def test_jitter_spreads_runs_and_is_the_same_each_time_and_never_moves_the_slot(world):
     text = BASIC + "".join(
         f'[repeatables.x{n}]\nevery = "1h"\njitter = "10m"\nsender = "hook"\n' for n in range(50)
