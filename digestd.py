@@ -3342,6 +3342,21 @@ def _refuse_strangers(path: str) -> None:
         raise StoreError(f"{path} is a database of another program", "name another file in daemon.database")
 
 
+def _refuse_other_columns(path: str) -> None:
+    """A file whose schema has our number and other columns: before the first release, schema 1 still changed."""
+    if int(database.pragma("user_version")) != read_migrations().version:
+        return
+    for model in TABLES:
+        names = ", ".join(model._meta.fields)
+        try:
+            database.execute_sql(f"SELECT {names} FROM {model._meta.table_name} LIMIT 0")
+        except peewee.OperationalError as error:
+            if "no such" not in str(error):
+                raise
+            words = f"{path} was made by a digestd of before the first release: {error}"
+            raise StoreError(words, "move the file away, and a new one is made") from None
+
+
 @contextlib.contextmanager
 def _store_errors(path: str) -> Iterator[None]:
     """What SQLite says, in words that tell what to do."""
@@ -3389,6 +3404,7 @@ def open_store(path: str, now: int, durability: str = "full", busy_ms: int = BUS
             database.pragma("journal_mode", "wal")
         if may_migrate:
             migrate(now)
+        _refuse_other_columns(path)
         if may_migrate:
             execute("UPDATE meta SET value = value WHERE name = ''")  # a write: read-only files are found out here
         database.execute_sql(f"PRAGMA busy_timeout = {busy_ms}")

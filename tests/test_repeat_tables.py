@@ -257,3 +257,55 @@ def test_a_row_that_differs_says_why_and_each_has_a_script_or_a_reason():
     assert len({row["id"] for row in ROWS}) == len(ROWS)
     assert [row["id"] for row in ROWS if ("script" in row) == ("skip" in row)] == []
     assert [row["id"] for row in ROWS if len(row.get("differs", "long enough, or none")) < 15] == []
+
+
+# What BullMQ's users complain of (facts on BullMQ, 5, by row) and what was to be better (8.2), and the tests that show it.
+BEAT = {
+    "8.2-1": ["test_a_broken_repeatable_is_told_by_check_and_status_and_their_exit_codes"],
+    "8.2-2": ["test_a_daily_run_is_neither_lost_nor_doubled_when_the_clocks_change"],
+    "8.2-3": ["test_cron_gives_the_times_of_the_table"],  # K112, K145
+    "8.2-4": ["test_a_late_cron_run_survives_the_restart_and_comes_once"],
+    "8.2-5": ["test_the_limit_is_exact_and_survives_restarts_and_reloads"],
+    "8.2-6": ["test_nothing_runs_before_the_start_or_after_the_end_and_both_are_inside"],
+    "8.2-7": ["test_nothing_runs_before_the_start_or_after_the_end_and_both_are_inside"],  # and E7 start
+    "8.2-8": [
+        "test_after_a_downtime_runs_come_as_the_spec_says", "test_a_run_is_due_while_the_one_before_is_still_going",
+        "test_a_paused_spec_runs_no_more", "test_the_next_run_can_be_skipped", "test_one_more_run_now",
+    ],
+    "8.2-9": ["test_a_repeatable_is_paused_resumed_skipped_and_run_once_more_by_calls"],
+    "8.2-10": ["test_what_is_perhaps_not_meant_is_told_with_its_place"],
+    "8.2-11": ["test_a_repeatable_changed_in_the_config_keeps_its_count_and_a_removed_one_is_retired"],
+    "8.2-12": ["test_a_removed_spec_ends_with_its_pending_run"],
+    "8.2-13": ["test_group_identity_does_not_depend_on_separators", "test_a_repeatable_does_what_the_row_says"],  # RU45
+    "8.2-14": ["test_next_knows_cron_intervals_and_plain_words"],
+    "8.2-15": ["test_a_repeatable_is_added_listed_and_removed_by_its_key"],
+    "8.2-16": ["test_the_list_is_ordered_by_the_next_time_and_then_the_key"],
+    "5-1": ["test_a_crash_after_any_statement_leaves_each_spec_exactly_one_pending_run"],
+    "5-2": ["test_a_spec_whose_next_run_the_database_refuses_is_broken_and_stops_no_other"],
+    "5-3": ["test_what_was_removed_and_is_added_again_begins_anew_and_runs"],
+    "5-4": ["test_a_change_of_what_a_run_does_leaves_the_pending_run_where_it_is"],
+    "5-5": ["test_a_pending_run_that_somebody_deletes_skips_one_slot_and_ends_no_spec"],
+    "5-6": ["test_restarts_leave_one_pending_run_and_its_slot"],
+    "5-7": ["test_a_changed_interval_replaces_the_old_and_keeps_the_counter"],
+    "5-8": ["test_the_database_itself_refuses_a_second_pending_run"],
+    "5-9": ["test_changed_data_reaches_the_next_run_and_its_slot_stays"],
+    "5-10": ["test_a_second_daemon_on_the_same_database_is_refused"],
+    "5-14": ["test_the_first_run_at_once_is_only_the_first"],
+    "5-15": ["test_retries_of_a_run_never_add_or_count_runs"],
+    "5-16": ["test_the_limit_is_exact_and_survives_restarts_and_reloads"],
+    "5-17": ["test_a_later_end_makes_a_finished_spec_run_again_and_an_earlier_one_ends_it"],
+    "5-18": ["test_each_planned_local_time_gives_exactly_one_instant_around_every_clock_change"],
+    "5-23": ["test_a_run_is_due_while_the_one_before_is_still_going"],
+    "5-24": ["test_at_most_a_hundred_missed_runs_are_made_up_for"],
+    "5-25": ["test_a_job_of_five_seconds_each_second_keeps_its_rate"],
+    "5-28": ["test_a_message_that_the_process_dies_of_three_times_is_given_up_and_listed"],
+    "5-30": ["test_two_of_one_name_and_rule_are_told_apart_by_their_job_ids"],
+    "5-34": ["test_hashed_fields_depend_on_the_name_and_stay_the_same"],
+    "5-37": ["test_jitter_spreads_runs_and_is_the_same_each_time"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEAT)
+def test_what_was_to_be_better_has_a_test(case):
+    tests = "".join(path.read_text("utf-8") for path in pathlib.Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in BEAT[case] if f"def {name}" not in tests] == []

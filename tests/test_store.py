@@ -99,6 +99,15 @@ def test_a_newer_database_is_refused_and_both_versions_are_named(path):
         digestd.open_store(str(path), START)
 
 
+def test_a_database_of_before_the_first_release_is_refused_with_what_to_do(path):
+    digestd.open_store(str(path), START)
+    digestd.database.execute_sql("ALTER TABLE runs DROP COLUMN count")
+    digestd.close_store()
+    with pytest.raises(digestd.StoreError, match="before the first release.*count") as refused:
+        digestd.open_store(str(path), START)
+    assert "move the file away" in refused.value.hint
+
+
 @pytest.mark.parametrize(
     "content", [b"this is a text file, not a database\n" * 100, b"SQLite format 3\0" + b"\xff" * 5000]
 )
