@@ -4378,28 +4378,51 @@ _OTHER_WORDS = {  # as BullMQ and JavaScript have them
 }  # fmt: skip
 
 
-def spec_from(config: Config, body: Any) -> Spec:
-    """The spec of a call or a command: an object with name and the settings of the config, also in BullMQ's words, its
-    options apart in `repeat` or not. Raises Rejected(422) with everything that is wrong."""
+def _settings_of(body: Any) -> tuple[str, dict[str, Any]]:
+    """The name in a call's body, and the settings in the config's words. Raises Rejected(422)."""
     if not isinstance(body, dict) or not isinstance(body.get("name"), str):
         raise Rejected(422, "a repeatable is an object with name, cron or every, and sender or trigger", "name")
     flat = {**body, **(body["repeat"] if isinstance(body.get("repeat"), dict) else {})}
     name = check_id(flat.pop("name"), "name")
-    settings = {
+    return name, {
         _OTHER_WORDS.get(key, key): value for key, value in flat.items() if key != "repeat" and value is not None
     }
-    data = {"repeatables": {name: settings}, "workflows": dict.fromkeys(config.workflows, {})}
-    found = list(_repeatable_problems(data, config.senders))
+
+
+def _checked_settings(name: str, settings: dict[str, Any], found: list[Found]) -> RepeatableSettings:
+    """The settings, validated. Raises Rejected(422) with what is wrong with each, and what was found before."""
+    data, told = {"repeatables": {name: settings}}, list(found)
+    checked = RepeatableSettings()
     try:
         checked = RepeatableSettings.model_validate(settings, context={"secrets": False})
     except pydantic.ValidationError as error:
         for item in error.errors(include_url=False):
             path = _real_path(["repeatables", name, *item["loc"]], data, item["type"])
-            found.append((path, one_line(_plain_words(item, path, data))))
-    if found:
-        told = [(_path_text(path[2:]), words) for path, words in found]
-        raise Rejected(422, "; ".join(f"{where}: {words}" if where else words for where, words in told), problems=told)
-    return spec_of(config, name, checked)
+            told.append((path, one_line(_plain_words(item, path, data))))
+    if told:
+        listed = [(_path_text(path[2:]), words) for path, words in told]
+        text = "; ".join(f"{where}: {words}" if where else words for where, words in listed)
+        raise Rejected(422, text, problems=listed)
+    return checked
+
+
+def spec_from(config: Config, body: Any) -> Spec:
+    """The spec of a call or a command: an object with name and the settings of the config, also in BullMQ's words, its
+    options apart in `repeat` or not. Raises Rejected(422) with everything that is wrong."""
+    name, settings = _settings_of(body)
+    data = {"repeatables": {name: settings}, "workflows": dict.fromkeys(config.workflows, {})}
+    found = list(_repeatable_problems(data, config.senders))
+    return spec_of(config, name, _checked_settings(name, settings, found))
+
+
+def key_from(config: Config, body: Any) -> str:
+    """The key of the spec that a call or a command means by name, rule, zone, end and job id. Raises Rejected(422)."""
+    name, settings = _settings_of(body)
+    telling = ("cron", "pattern", "every", "end_at", "timezone", "job_id")
+    known: dict[str, Any] = {key: settings[key] for key in telling if key in settings}
+    path: list[str | int] = ["repeatables", name]
+    found = list(_one_of(known, path, ("cron", "pattern", "every"), "to tell it apart there must be one"))
+    return spec_of(config, name, _checked_settings(name, known, found)).key
 
 
 @functools.lru_cache(maxsize=4096)
@@ -7543,9 +7566,10 @@ class Api:
         self._only(request.method, "GET", "HEAD", "POST", "DELETE")
         if request.method in ("GET", "HEAD"):
             return Answer(200, {"data": repeatable_facts(now)})
-        spec = spec_from(self.daemon.config, await self._json(request))
+        body = await self._json(request)
         if request.method == "DELETE":
-            return await self._remove_repeatable(spec.key)
+            return await self._remove_repeatable(key_from(self.daemon.config, body))
+        spec = spec_from(self.daemon.config, body)
         await self._commit(functools.partial(ActCall, functools.partial(add_repeatable, spec, "api")))
         return Answer(201, {"data": repeatable_facts(now, spec.key)[0]})
 
@@ -8560,8 +8584,7 @@ def command_repeat(arguments: argparse.Namespace) -> int:
     config, key = config_of(arguments), arguments.key
     if any(getattr(arguments, name, None) is not None for name in REPEAT_OPTIONS):
         arguments.name = arguments.key
-        body = {"sender": next(iter(config.senders), None), **_repeatable_body(arguments)}
-        key = spec_from(config, body).key
+        key = key_from(config, _repeatable_body(arguments))
     with store_of(config) as now, _store_errors(str(config.database)), transaction():
         done = do_to_repeatable(arguments.action, key, now)
     words = {"remove": "removed", "pause": "paused", "resume": "resumed", "run-now": "one more run now",

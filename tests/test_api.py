@@ -803,6 +803,10 @@ def test_a_repeatable_is_removed_by_its_name_options_and_job_id(api):
     assert api.request("DELETE", SPECS, hourly("api two", jobId="a")) == (200, {"data": True})
     assert [key for key in listed(api) if key.startswith("api two")] == ["api two:b::UTC:3600000"]
     assert api.request("DELETE", SPECS, hourly("api two", jobId="c")) == (200, {"data": False})
+    bare = {"name": "api two", "repeat": {"every": "1h", "jobId": "b"}}
+    assert api.request("DELETE", SPECS, bare) == (200, {"data": True})
+    status, answer = api.request("DELETE", SPECS, {"name": "api two"})
+    assert status == 422 and "cron, pattern and every" in answer["message"]
 
 
 def test_the_options_of_bullmq_are_taken_as_its_clients_nest_them(api):
