@@ -8454,7 +8454,8 @@ def _status_facts(config: Config, refused: str | None) -> dict[str, Any]:
             "SELECT 'open', count(*) FROM digests WHERE state IN ('open', 'held') UNION ALL"
             " SELECT 'waiting', count(*) FROM jobs WHERE state = 'waiting' UNION ALL"
             " SELECT 'retrying', count(*) FROM jobs WHERE state = 'delayed' AND tries > 0 UNION ALL"
-            " SELECT 'repeatables', count(*) FROM repeatables WHERE state = 'active'"
+            " SELECT 'repeatables', count(*) FROM repeatables WHERE state = 'active' UNION ALL"
+            " SELECT 'paused', count(*) FROM repeatables WHERE state = 'paused'"
         )
     )
     return {
@@ -8478,7 +8479,10 @@ def command_status(arguments: argparse.Namespace) -> int:
             print(f"daemon      {'running, process ' + facts['pid'] if facts['running'] else 'not running'}")
             print(f"windows     {facts['open']} open")
             print(f"messages    {facts['waiting']} waiting, {facts['retrying']} retrying")
-            print(f"repeatables {facts['repeatables']} active")
+            print(
+                f"repeatables {facts['repeatables']} active"
+                + (f", {facts['paused']} paused" if facts["paused"] else "")
+            )
             print(f"next due    {facts['next'] or 'nothing'}")
             if refused:
                 print(f"\nThe config on disk is refused; a daemon goes on with the one before:\n{refused}")

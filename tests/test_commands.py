@@ -640,6 +640,7 @@ def test_a_repeatable_is_paused_skipped_and_run_now(here, folder):
     assert json.loads(fine(here("repeat", "run-now", "x", "--json")))["count"] == 1
     assert query(folder, "SELECT state FROM jobs WHERE state = 'waiting'") == [("waiting",)]
     fine(here("repeat", "pause", "x"))
+    assert "repeatables 0 active, 1 paused" in here("status").stdout
     again = here("repeat", "pause", "x")
     assert again.returncode == 1 and "is paused" in again.stderr
     assert json.loads(fine(here("repeat", "show", "x", "--json")))["state"] == "paused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -829,6 +830,23 @@ def test_a_spec_that_was_broken_is_looked_at_again(world):
     with digestd.transaction():
         assert digestd.revive_broken(w.now) == 1
     assert w.one("SELECT state FROM repeatables") == "active" and pending(w) == 1
+
+
+@pytest.mark.parametrize("zone", ["Asia/Tokyo", "America/New_York", "Pacific/Apia"])
+def test_the_zone_of_the_machine_moves_no_run(world, monkeypatch, zone):
+    w = world(spec_text(every=None, cron="0 9 * * *") + '[repeatables.y]\nevery = "1d"\nsender = "hook"\n')
+    w.advance("1d")
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        w.crash()
+        w.open()
+        w.advance("2d")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert sorted(slots(w)) == [f"2026-03-{day}Z" for day in ("10T00:00:00", "10T09:00:00", "11T00:00:00", "11T09:00:00",
+                                                             "12T00:00:00", "12T09:00:00")]  # fmt: skip
 
 
 # -- senders that have not room for all --------------------------------------------------------------------------------
