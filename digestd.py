@@ -4930,15 +4930,38 @@ def _last_run(spec_id: int) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _day_counts(spec_id: int, now: int) -> tuple[int, int]:
-    """How many runs were taken in the last 24 hours, and how many of them failed; read from the newest back."""
-    older = "SELECT seq FROM runs WHERE repeatable_id = ? AND taken_at <= ? ORDER BY seq DESC LIMIT 1"
-    runs, failures = row(
-        "SELECT count(*), coalesce(sum(j.state = 'failed'), 0) FROM runs r JOIN jobs j ON j.run_id = r.id"
-        f" WHERE r.repeatable_id = ? AND r.seq > coalesce(({older}), 0) AND r.taken_at IS NOT NULL",
-        spec_id, spec_id, now - DAY,
+_FIRST_TAKEN = (
+    "SELECT seq, taken_at, count FROM runs WHERE repeatable_id = ? AND seq > ? AND taken_at IS NOT NULL"
+    " ORDER BY seq LIMIT 1"
+)
+
+
+def _runs_since(spec_id: int, at: int) -> int:
+    """How many runs of a spec were taken after an instant, told by their numbers: a search by halves, for there may be
+    a million of them."""
+    newest = "SELECT seq, count FROM runs WHERE repeatable_id = ? AND taken_at IS NOT NULL ORDER BY seq DESC LIMIT 1"
+    first, last = row(_FIRST_TAKEN, spec_id, 0), row(newest, spec_id)
+    if not first or not last:
+        return 0
+    low, high, before = 0, last[0], first[2] - 1  # the last one up to `at` lies in [low, high], and is number `before`
+    while low < high:
+        middle = (low + high) // 2
+        found = row(_FIRST_TAKEN, spec_id, middle)
+        if found is None or found[1] > at:
+            high = middle
+        else:
+            low, before = found[0], found[2]
+    return int(max(0, last[1] - before))
+
+
+def _failures_since(at: int) -> dict[int, int]:
+    """By spec, how many runs that were taken after an instant have failed."""
+    return dict(
+        rows(
+            "SELECT r.repeatable_id, count(*) FROM jobs j JOIN runs r ON r.id = j.run_id"
+            " WHERE j.state = 'failed' AND r.repeatable_id IS NOT NULL AND r.taken_at > ? GROUP BY 1", at
+        )
     )  # fmt: skip
-    return runs, failures
 
 
 def repeatable_facts(now: int, key: str | None = None, count: int = 5) -> list[dict[str, Any]]:
@@ -4946,20 +4969,20 @@ def repeatable_facts(now: int, key: str | None = None, count: int = 5) -> list[d
     time, then the key. Retired ones are history and not listed."""
     others = ("key", "state", "reason", "source", "job_id", "align", "offset_ms", "overlap")
     wanted, values = (" AND key = ?", (key,)) if key is not None else ("", ())
-    listed = []
+    listed, failures = [], _failures_since(now - DAY)
     for found in rows(
         f"SELECT {', '.join(others)}, {_PLAN_COLUMNS} FROM repeatables WHERE state <> 'retired'{wanted}", *values
     ):
         facts, plan = dict(zip(others, found, strict=False)), Plan._make(found[len(others) :])
         coming = _coming(plan, _pending_slot(plan.id), count)
-        runs, failures = _day_counts(plan.id, now)
         listed.append({
             "key": facts["key"], "name": plan.name, "jobId": facts["job_id"], "source": facts["source"],
             "rule": rule_text(plan.cron, plan.every_ms, facts["align"], facts["offset_ms"], plan.anchor_at),
             "cron": plan.cron, "every": plan.every_ms, "timezone": plan.timezone, "state": facts["state"],
             "reason": facts["reason"], "next": [iso_text(at) for at in coming], "count": plan.taken,
             "limit": plan.run_limit, "overlap": facts["overlap"], "missed": plan.missed, "lastRun": _last_run(plan.id),
-            "runs24h": runs, "failures24h": failures, **action_of(plan.action),
+            "runs24h": _runs_since(plan.id, now - DAY), "failures24h": failures.get(plan.id, 0),
+            **action_of(plan.action),
         })  # fmt: skip
     return sorted(listed, key=lambda one: (not one["next"], one["next"][:1], one["key"]))
 

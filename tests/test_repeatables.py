@@ -522,6 +522,22 @@ def test_two_of_one_name_and_rule_are_told_apart_by_their_job_ids(world):
     assert sorted(body["data"]["key"] for body in w.bodies()) == ["x:a::UTC:60000", "x:b::UTC:60000"]
 
 
+def test_the_runs_of_the_last_day_are_counted_without_walking_through_them(world):
+    w = world(spec_text(every="10m"))
+    w.reply("hook", *["sent", "permanent", "sent"] * 200)
+    w.advance("30h")
+    with digestd.transaction():
+        digestd.do_to_repeatable("run-now", "x", w.now)
+    w.tick()
+    for hours in (0, 1, 23, 24, 29, 30, 31):
+        at = w.now - hours * digestd.HOUR
+        taken = w.one("SELECT count(*) FROM runs WHERE taken_at > ?", at)
+        assert digestd._runs_since(1, at) == taken
+    [facts] = digestd.repeatable_facts(w.now)
+    assert (facts["runs24h"], facts["failures24h"]) == (145, 48)
+    assert len(statements(lambda: digestd.repeatable_facts(w.now))) < 30
+
+
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
