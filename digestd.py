@@ -2563,6 +2563,7 @@ def _cross_problems(data: Any, base: pathlib.Path) -> Iterator[Found]:
                     yield ["api", "listen", place], f"{text!r} {words}"
 
 
+MAX_LINES = 50  # warnings that come with their line
 _FIELD_NAMES = ("second", "minute", "hour", "day of the month", "month", "day of the week")
 _FIELD_SIZES = (60, 60, 24, 31, 12, 7)
 
@@ -2575,20 +2576,29 @@ def _step_trap(field: str, name: str, size: int) -> Iterator[str]:
             yield f"*/{step} in the {name} is not every {step} of them: it {again}"
 
 
-def _gap_trap(rule: LocalRule) -> Iterator[str]:
-    """A planned local time that the clocks leave out, within three years."""
-    sim, at, last = rule.sims[0], FIRST_SAMPLE, FIRST_SAMPLE + 3 * 366 * DAY
-    while at < last and not rule.both:
-        change = _clock_change(at, at + 20 * DAY, rule.zone)
+@functools.lru_cache(maxsize=256)
+def _gaps(zone: dt.tzinfo) -> list[tuple[dt.datetime, dt.datetime]]:
+    """What the clocks of a zone leave out within three years, as local times: the last second before, and the first
+    after. Days that a zone skipped whole are none of these."""
+    found, at = [], FIRST_SAMPLE
+    while at < FIRST_SAMPLE + 3 * 366 * DAY:
+        change = _clock_change(at, at + 20 * DAY, zone)
         at += 20 * DAY
-        if change is None:
-            continue
-        second = dt.timedelta(seconds=1)
-        turn, later = local_time(change - SECOND, rule.zone), local_time(change, rule.zone)
-        planned, gap = next(sim.after(turn), None), later - turn - second
-        if planned is not None and planned < later and gap < 23 * HOUR // SECOND * second:
+        if change is not None:
+            turn, later = local_time(change - SECOND, zone), local_time(change, zone)
+            if dt.timedelta(seconds=1) < later - turn < dt.timedelta(hours=23):
+                found.append((turn, later))
+    return found
+
+
+def _gap_trap(rule: LocalRule) -> Iterator[str]:
+    """A planned local time that the clocks leave out."""
+    for turn, later in () if rule.both else _gaps(rule.zone):
+        planned = next(rule.sims[0].after(turn), None)
+        if planned is not None and planned < later:
+            moved = planned + (later - turn) - dt.timedelta(seconds=1)
             when = f"{planned:%H:%M} does not exist on {planned:%Y-%m-%d}, when the clocks change"
-            yield f"{when}: it runs at {planned + gap:%H:%M}"
+            yield f"{when}: it runs at {moved:%H:%M}"
             return
 
 
@@ -2650,6 +2660,20 @@ def _calendar_warnings(step: Any, max_window: int) -> Iterator[tuple[list[str | 
         yield setting, f"it may last {duration_text(longest)}, over daemon.max_window, {duration_text(max_window)}"
 
 
+def _doubts(config: Config) -> Iterator[Found]:
+    """What the settings allow and perhaps do not mean."""
+    for workflow, settings in config.workflows.items():
+        for place, step in enumerate(settings.steps):
+            for setting, words in _calendar_warnings(step, config.daemon.max_window):
+                yield ["workflows", workflow, "steps", place, *setting], words
+    for name, spec in config.repeatables.items():
+        for key, words in _repeatable_warnings(config, name, spec):
+            yield ["repeatables", name, key], words
+    for name, sender in config.senders.items():
+        if isinstance(sender, SmtpSettings) and sender.tls == "none" and not is_loopback(sender.host):
+            yield ["senders", name, "tls"], f"mail to {sender.host} goes without TLS"
+
+
 def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> Iterator[Problem]:
     file = str(config.source)
     if plain_secrets and _open_to_others(config.source):
@@ -2659,19 +2683,9 @@ def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> It
     for path in config.files[1:]:
         if _open_to_others(path):
             yield Problem(str(path), 0, "", "is a secret that everyone can read; chmod o-r")
-    for workflow, settings in config.workflows.items():
-        for place, step in enumerate(settings.steps):
-            for setting, words in _calendar_warnings(step, config.daemon.max_window):
-                where: list[str | int] = ["workflows", workflow, "steps", place, *setting]
-                yield Problem(file, lines.of(where), _path_text(where), words)
-    for name, spec in config.repeatables.items():
-        for key, words in _repeatable_warnings(config, name, spec):
-            where = ["repeatables", name, key]
-            yield Problem(file, lines.of(where), _path_text(where), words)
-    for name, sender in config.senders.items():
-        if isinstance(sender, SmtpSettings) and sender.tls == "none" and not is_loopback(sender.host):
-            where = ["senders", name, "tls"]
-            yield Problem(file, lines.of(where), _path_text(where), f"mail to {sender.host} goes without TLS")
+    for number, (where, words) in enumerate(_doubts(config)):
+        # To find a line means to parse most of the file again: a daemon must not start late for a thousand of them.
+        yield Problem(file, lines.of(where) if number < MAX_LINES else 0, _path_text(where), words)
 
 
 def read_config(text: str, source: pathlib.Path, secrets: bool = True, templates: bool = True) -> Config:

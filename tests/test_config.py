@@ -941,3 +941,12 @@ def test_a_trigger_is_not_tried_again_so_it_takes_no_attempts(tmp_path):
     text += f'[repeatables.x]\nevery = "1m"\nattempts = 3\ntrigger = {{ workflow = "{name}", to = "s1" }}\n'
     with pytest.raises(digestd.ConfigError, match="goes with sender"):
         digestd.read_config(text, tmp_path / "config.toml")
+
+
+@pytest.mark.timeout(20)
+def test_a_thousand_warnings_do_not_keep_the_daemon_from_starting(tmp_path):
+    """Each line was looked for in a file that was parsed again and again: 50 s."""
+    specs = "".join(f'[repeatables.r{n}]\ncron = "* 15 3 * * *"\nsender = "out"\n' for n in range(1000))
+    found = digestd.read_config('[senders.out]\ntype = "log"\n' + specs, tmp_path / "config.toml").warnings
+    assert len(found) == 1000 and len({warning.path for warning in found}) == 1000
+    assert [warning.line for warning in found[:2]] == [4, 7] and found[-1].line == 0
