@@ -4219,7 +4219,7 @@ def cancel_transaction(transaction_id: str, now: int) -> bool:
                 continue
         elif state != "received":
             continue
-        cancelled |= move(EventRow, event_id, state, "cancelled", finished_at=now, reason="cancelled")
+        cancelled |= move(EventRow, event_id, state, "cancelled", finished_at=now, reason=CANCELLED)
         if digest_id is not None:
             _discard_if_empty(digest_id, now)
     return cancelled
@@ -4348,6 +4348,7 @@ _INSERT_SLOT_RUNS = (
     "INSERT INTO runs (repeatable_id, seq, slot_at, created_at)"
     " SELECT value ->> 0, value ->> 1, value ->> 2, ? FROM json_each(?) RETURNING id, repeatable_id"
 )
+_INSERT_TAKEN_RUN = insert_text(Run, "repeatable_id", "seq", "slot_at", "taken_at", "count", "created_at")
 _INSERT_JOB = insert_text(
     Job, "run_id", "step", "type", "sender", "state", "due_at", "public_id", "created_at", "finished_at", "reason"
 )
@@ -4778,17 +4779,16 @@ def run_now(spec: NamedSpec, now: int) -> int:
     where its limit or its end forbids that."""
     if spec.state == "finished":
         raise Rejected(409, f"{spec.key} is finished: it runs no more")
-    count, seq, limit, action = row(
-        "UPDATE repeatables SET count = count + 1, seq = seq + 1 WHERE id = ? RETURNING count, seq, run_limit, action",
-        spec.id,
-    )
+    count, seq, limit, end_at, action = row(
+        "UPDATE repeatables SET count = count + 1, seq = seq + 1 WHERE id = ?"
+        " RETURNING count, seq, run_limit, end_at, action", spec.id,
+    )  # fmt: skip
     if limit is not None and count > limit:
         raise Rejected(409, f"{spec.key} has had its {limit} runs")
+    if end_at is not None and now > end_at:
+        raise Rejected(409, f"{spec.key} has had its end, {iso_text(end_at)}")
     sender = action_of(action).get("sender")
-    run_id = insert(
-        insert_text(Run, "repeatable_id", "seq", "slot_at", "taken_at", "count", "created_at"),
-        spec.id, seq, now, now, count, now,
-    )  # fmt: skip
+    run_id = insert(_INSERT_TAKEN_RUN, spec.id, seq, now, now, count, now)
     kind = "trigger" if sender is None else "message"
     insert(_INSERT_JOB, run_id, spec.name, kind, sender, "waiting", now, new_public_id("msg", now), now, None, None)
     if limit is not None and count >= limit and spec.state == "active":
@@ -4797,10 +4797,24 @@ def run_now(spec: NamedSpec, now: int) -> int:
     return int(count)
 
 
-def do_to_repeatable(deed: str, text: str, now: int) -> dict[str, Any]:
+def _why_unusable(config: Config, action: dict[str, Any]) -> str:
+    """Why this config has no way to do what a spec asks for; '' when it has."""
+    sender, trigger = action.get("sender"), action.get("trigger") or {}
+    if sender is not None and sender not in config.senders:
+        return f"there is no sender {sender!r} any more"
+    if trigger and trigger["workflow"] not in config.workflows:
+        return f"there is no workflow {trigger['workflow']!r} any more"
+    return ""
+
+
+def do_to_repeatable(config: Config, deed: str, text: str, now: int) -> dict[str, Any]:
     """What a person does with a spec, by its key or name: remove, pause, resume, run-now, skip-next. What came of it.
-    Raises Rejected: 404 for none, 409 where its state or its source forbids it."""
+    Raises Rejected: 404 for none, 409 where its state, its source or the config forbids it."""
     spec = find_repeatable(text)
+    if deed in ("resume", "run-now"):
+        unusable = _why_unusable(config, action_of(row("SELECT action FROM repeatables WHERE id = ?", spec.id)[0]))
+        if unusable:
+            raise Rejected(409, f"{spec.key} cannot run: {unusable}")
     if deed == "remove":
         if spec.source == "config":
             raise Rejected(409, f"{spec.key} is in the config file; take it out there, or pause it")
@@ -4858,16 +4872,6 @@ def rearm_repeatables(now: int) -> int:
         _arm(spec_id, name, now)
         log.error("repeatable %s had lost its pending run", one_line(name))
     return len(missing)
-
-
-def _why_unusable(config: Config, action: dict[str, Any]) -> str:
-    """Why this config has no way to do what a spec asks for; '' when it has."""
-    sender, trigger = action.get("sender"), action.get("trigger") or {}
-    if sender is not None and sender not in config.senders:
-        return f"there is no sender {sender!r} any more"
-    if trigger and trigger["workflow"] not in config.workflows:
-        return f"there is no workflow {trigger['workflow']!r} any more"
-    return ""
 
 
 def _judge_others(config: Config, now: int) -> None:
@@ -5825,7 +5829,7 @@ class Room:
         self.wake_at: int | None = None  # when the rate of one lets what waits for it begin
         self.fit(total, senders)
 
-    def free(self, sender: str, now: int = 0) -> int:
+    def free(self, sender: str, now: int) -> int:
         """How many more tries this sender may begin now, in ms."""
         settings = self.senders[sender]
         if sender in self.logs:
@@ -5851,7 +5855,7 @@ class Room:
         recent = self._recent(sender, now) if rate else ()
         return recent[-rate] + MINUTE if rate and len(recent) >= rate else None
 
-    def begin(self, sender: str, now: int = 0) -> None:
+    def begin(self, sender: str, now: int) -> None:
         if sender not in self.logs:
             self.under_way[sender] = self.under_way.get(sender, 0) + 1
         if getattr(self.senders[sender], "max_per_minute", None):
@@ -7591,9 +7595,11 @@ class Api:
 
     async def _repeatables(self, request: Any, rest: str) -> Answer:
         """List, add, remove repeatables; and what a person does with one of them."""
-        now, (key, _, deed) = self.daemon.clock.now(), rest.rpartition("/")
+        config, now, (key, _, deed) = self.daemon.config, self.daemon.clock.now(), rest.rpartition("/")
         if request.method == "POST" and deed in REPEATABLE_DEEDS and key:
-            done = await self._commit(functools.partial(ActCall, functools.partial(do_to_repeatable, deed, key)))
+            done = await self._commit(
+                functools.partial(ActCall, functools.partial(do_to_repeatable, config, deed, key))
+            )
             return Answer(200, {"data": {"done": True, **done}})
         if rest and request.method in ("GET", "HEAD"):
             return Answer(200, {"data": repeatable_facts(now, find_repeatable(rest).key)[0]})
@@ -7605,14 +7611,14 @@ class Api:
             return Answer(200, {"data": repeatable_facts(now)})
         body = await self._json(request)
         if request.method == "DELETE":
-            return await self._remove_repeatable(key_from(self.daemon.config, body))
-        spec = spec_from(self.daemon.config, body)
+            return await self._remove_repeatable(key_from(config, body))
+        spec = spec_from(config, body)
         await self._commit(functools.partial(ActCall, functools.partial(add_repeatable, spec, "api")))
         return Answer(201, {"data": repeatable_facts(now, spec.key)[0]})
 
     async def _remove_repeatable(self, key: str) -> Answer:
         """Novu's and BullMQ's answer to a removal: whether there was one."""
-        removal = functools.partial(ActCall, functools.partial(do_to_repeatable, "remove", key))
+        removal = functools.partial(ActCall, functools.partial(do_to_repeatable, self.daemon.config, "remove", key))
         try:
             await self._commit(removal)
         except Rejected as error:
@@ -8242,11 +8248,18 @@ def show_table(arguments: argparse.Namespace, sql: str, *values: Any) -> int:
     if arguments.json:
         print(json.dumps([dict(zip(names, one, strict=True)) for one in found], ensure_ascii=False))
         return len(found)
-    texts = [["" if value is None else one_line(str(value)) for value in one] for one in found]
-    widths = [min(60, max(len(name), *(len(one[place]) for one in texts), 0)) for place, name in enumerate(names)]
-    for one in [names, *texts] if found else ():
-        print("  ".join(text[:width].ljust(width) for text, width in zip(one, widths, strict=True)).rstrip())
+    if found:
+        print_columns(names, found, 60)
     return len(found)
+
+
+def print_columns(names: Sequence[str], found: Iterable[Sequence[Any]], most: int | None = None) -> None:
+    """Rows under their names as columns for people, each no wider than `most` characters."""
+    texts = [["" if value is None else one_line(str(value)) for value in one] for one in found]
+    widths = [max(map(len, column)) for column in zip(names, *texts, strict=True)]
+    widths = [width if most is None else min(most, width) for width in widths]
+    for one in [names, *texts]:
+        print("  ".join(text[:width].ljust(width) for text, width in zip(one, widths, strict=True)).rstrip())
 
 
 def show(arguments: argparse.Namespace, value: dict[str, Any], text: str) -> None:
@@ -8553,14 +8566,6 @@ def _repeatable_line(facts: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_columns(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of one shape as columns for people."""
-    table = [list(lines[0]), *([one_line(str(value)) for value in line.values()] for line in lines)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for one in table:
-        print("  ".join(text.ljust(width) for text, width in zip(one, widths, strict=True)).rstrip())
-
-
 def command_repeat_list(arguments: argparse.Namespace) -> int:
     """The repeatables, ordered by their next time, with the last run, the last 24 hours, count and state."""
     config = config_of(arguments)
@@ -8569,7 +8574,8 @@ def command_repeat_list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(listed, ensure_ascii=False))
     elif listed:
-        print_columns([_repeatable_line(facts) for facts in listed])
+        lines = [_repeatable_line(facts) for facts in listed]
+        print_columns(list(lines[0]), [list(line.values()) for line in lines])
     else:
         print("none")
     return 0
@@ -8627,7 +8633,7 @@ def command_repeat(arguments: argparse.Namespace) -> int:
         arguments.name = arguments.key
         key = key_from(config, _repeatable_body(arguments))
     with store_of(config) as now, _store_errors(str(config.database)), transaction():
-        done = do_to_repeatable(arguments.action, key, now)
+        done = do_to_repeatable(config, arguments.action, key, now)
     words = {"remove": "removed", "pause": "paused", "resume": "resumed", "run-now": "one more run now",
              "skip-next": f"the run of {done.get('skipped')} is skipped"}[arguments.action]  # fmt: skip
     show(arguments, done, f"{words}: {done['key']}")
@@ -8997,13 +9003,30 @@ def _common(parser: argparse.ArgumentParser, top: bool) -> None:
     )
 
 
+AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def _adder(commands: Any) -> AddCommand:
+    """What adds a command to a group of them: its name, its function, and a line of help."""
+
+    def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=text, description=(function.__doc__ or text).strip()
+        )
+        _common(command, top=False)
+        command.set_defaults(function=function)
+        return command
+
+    return add
+
+
 def _count(text: str, most: int = 10_000) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= most):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {most}")
     return int(text)
 
 
-def _add_event_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_event_commands(add: AddCommand) -> None:
     trigger = add("trigger", command_trigger, "record an event")
     trigger.add_argument("workflow", nargs="?", metavar="WORKFLOW")
     trigger.add_argument(
@@ -9019,7 +9042,7 @@ def _add_event_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
-def _add_looking_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_looking_commands(add: AddCommand) -> None:
     add("status", command_status, "what is open, what needs a hand")
     for name, text in (("digests", "the windows, newest first"), ("jobs", "the jobs, newest first")):
         add(name, command_list, text).add_argument(
@@ -9065,15 +9088,9 @@ REPEAT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _add_repeat_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_repeat_commands(add: AddCommand) -> None:
     repeat = add("repeat", command_repeat_list, "the repeatables: list, show, add, remove, pause, run now")
-    actions = repeat.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        parser = actions.add_parser(name, help=text, description=(function.__doc__ or text).strip())
-        _common(parser, top=False)
-        parser.set_defaults(function=function)
-        return parser
+    action = _adder(repeat.add_subparsers(dest="action", metavar="ACTION", required=True))
 
     def options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
         for name in names:
@@ -9096,15 +9113,9 @@ def _add_repeat_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
             options(parser, ("cron", "every", "end_at", "timezone", "job_id"))
 
 
-def _add_subscriber_command(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_subscriber_command(add: AddCommand) -> None:
     subscriber = add("subscriber", command_subscriber, "people: their address, zone and weekly hours")
-    actions = subscriber.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        parser = actions.add_parser(name, help=text, description=(function.__doc__ or text).strip())
-        _common(parser, top=False)
-        parser.set_defaults(function=function)
-        return parser
+    action = _adder(subscriber.add_subparsers(dest="action", metavar="ACTION", required=True))
 
     change = action("set", command_subscriber, "make one, or change fields; an empty text clears")
     for parser in (
@@ -9121,7 +9132,7 @@ def _add_subscriber_command(add: Callable[..., argparse.ArgumentParser]) -> None
     listing.add_argument("-n", "--limit", type=_count, default=100, metavar="N", help="how many")
 
 
-def _add_trying_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_trying_commands(add: AddCommand) -> None:
     preview = add("preview", command_preview, "the message of a step, as it would be sent")
     preview.add_argument("workflow", metavar="WORKFLOW")
     preview.add_argument("step", metavar="STEP")
@@ -9135,7 +9146,7 @@ def _add_trying_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     test.add_argument("--to", metavar="ADDRESS", help="for mail: where to")
 
 
-def _add_calendar_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_calendar_commands(add: AddCommand) -> None:
     upcoming = add("next", command_next, "the next times of a rule")
     upcoming.add_argument("rule", nargs="?", metavar="RULE", help='a cron text, "every 15m", "daily at 09:00"')
     upcoming.add_argument("--timezone", default="UTC", metavar="TZ")
@@ -9154,14 +9165,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="digestd", description="One mail instead of thirty, and jobs that repeat.")
     parser.add_argument("--version", action="version", version=f"digestd {__version__}")
     _common(parser, top=True)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=(function.__doc__ or text).strip())
-        _common(command, top=False)
-        command.set_defaults(function=function)
-        return command
-
+    add = _adder(parser.add_subparsers(dest="command", metavar="COMMAND", required=True))
     add("run", command_run, "start the daemon")
     check = add("check", command_check, "validate the config")
     check.add_argument("file", nargs="?", metavar="FILE")

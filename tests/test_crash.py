@@ -226,7 +226,7 @@ def repeat(w: World, crash_at: int | None) -> int:
 
     def deed(name: str, key: str) -> None:
         with contextlib.suppress(digestd.Rejected), digestd.transaction():
-            digestd.do_to_repeatable(name, key, w.now)
+            digestd.do_to_repeatable(w.config, name, key, w.now)
 
     def away() -> None:
         w.clock.at += 150_000

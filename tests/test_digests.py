@@ -251,6 +251,34 @@ def test_a_window_that_ends_outside_the_hours_is_held_and_collects_on(world):
     assert w.sent[0][0] == digestd.parse_instant("2026-03-09T09:00:00Z")
 
 
+def test_what_was_muted_goes_out_when_the_hours_next_begin(world):
+    """case-022: held from 11:00 to the start at 12:00, and to no later repeat."""
+    sunday = {"sunday": {"isEnabled": True, "hours": [{"start": "12:00 PM", "end": "10:00 PM"}]}}
+    w = world(HOURS.replace('window = "10m"', 'window = "1h"'))
+    w.clock.at = digestd.parse_instant("2026-03-08T10:00:00Z")
+    w.subscriber("s1", schedule={"isEnabled": True, "weeklySchedule": sunday})
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("2d")
+    assert [digestd.iso_text(at) for at, _, _ in w.sent] == ["2026-03-08T12:00:00Z"]
+
+
+def test_a_window_that_ended_while_the_daemon_was_down_goes_out_once_and_alone(world):
+    """case-036: both events right after the start, and what comes then is in a window of its own."""
+    w = world(BASIC.replace('window = "10m"', 'window = "1h"'))
+    w.clock.at = digestd.parse_instant("2026-03-09T10:00:00Z")
+    w.trigger("comments", payload={"postId": 1, "n": 1})
+    w.advance("20m")
+    w.trigger("comments", payload={"postId": 1, "n": 2})
+    w.advance("10m")
+    w.crash()
+    w.clock.at = digestd.parse_instant("2026-03-09T15:00:00Z")
+    w.open()
+    w.trigger("comments", payload={"postId": 1, "n": 3})
+    w.advance("2h")
+    assert [[event["n"] for event in events] for events in w.digested()] == [[1, 2], [3]]
+    assert [digestd.iso_text(at) for at, _, _ in w.sent] == ["2026-03-09T15:00:00Z", "2026-03-09T16:00:00Z"]
+
+
 def test_an_event_after_the_end_of_a_window_that_has_to_wait_joins_it_before_any_tick(world):
     w = world(HOURS)
     at_friday(w)

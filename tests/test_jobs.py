@@ -150,13 +150,13 @@ def test_retries_send_the_same_bytes_whatever_was_edited_in_between(world):
 def test_a_sender_never_takes_the_last_place_of_another():
     room = digestd.Room(4, dict.fromkeys("ab"))
     for _ in range(3):
-        room.begin("a")
-    assert (room.free("a"), room.free("b")) == (0, 1)
-    room.begin("b")
-    assert (room.free("a"), room.free("b")) == (0, 0)
+        room.begin("a", 0)
+    assert (room.free("a", 0), room.free("b", 0)) == (0, 1)
+    room.begin("b", 0)
+    assert (room.free("a", 0), room.free("b", 0)) == (0, 0)
     room.end("a")
-    assert room.free("a") == 1
-    assert digestd.Room(1, dict.fromkeys("abc")).free("c") == 1
+    assert room.free("a", 0) == 1
+    assert digestd.Room(1, dict.fromkeys("abc")).free("c", 0) == 1
 
 
 def test_a_saturated_sender_takes_its_jobs_in_order_of_their_due_time(world):

@@ -527,7 +527,7 @@ def test_the_runs_of_the_last_day_are_counted_without_walking_through_them(world
     w.reply("hook", *["sent", "permanent", "sent"] * 200)
     w.advance("30h")
     with digestd.transaction():
-        digestd.do_to_repeatable("run-now", "x", w.now)
+        digestd.do_to_repeatable(w.config, "run-now", "x", w.now)
     w.tick()
     for hours in (0, 1, 23, 24, 29, 30, 31):
         at = w.now - hours * digestd.HOUR
@@ -543,7 +543,7 @@ def test_the_runs_of_the_last_day_are_counted_without_walking_through_them(world
 
 def deed(w, name, key="x"):
     with digestd.transaction():
-        return digestd.do_to_repeatable(name, key, w.now)
+        return digestd.do_to_repeatable(w.config, name, key, w.now)
 
 
 def test_a_paused_spec_runs_no_more_until_it_is_resumed_and_makes_up_for_nothing(world):
@@ -561,6 +561,34 @@ def test_a_paused_spec_runs_no_more_until_it_is_resumed_and_makes_up_for_nothing
     deed(w, "resume")
     w.advance("1m")
     assert seconds(w) == [60, 660] and w.bodies()[-1]["data"]["data"] == {"a": 1}
+
+
+def test_a_paused_spec_whose_sender_went_meanwhile_is_not_resumed_into_silence(world):
+    """Its run would have waited for a sender that does not exist, and nobody would have been told."""
+    w = world(BASIC)
+    with digestd.transaction():
+        digestd.add_repeatable(
+            digestd.spec_from(w.config, {"name": "x", "every": "1m", "sender": "hook"}), "api", w.now
+        )
+    deed(w, "pause")
+    w.use(BASIC.replace("senders.hook", "senders.other").replace('sender = "hook"', 'sender = "other"'))
+    for name in ("resume", "run-now"):
+        with pytest.raises(digestd.Rejected, match="no sender 'hook'"):
+            deed(w, name)
+    assert w.rows("SELECT state, count FROM repeatables") == [("paused", 0)] and pending(w) == 0
+    w.use(BASIC)
+    deed(w, "resume")
+    w.advance("1m")
+    assert seconds(w) == [60]
+
+
+def test_no_run_comes_by_hand_after_the_end(world):
+    w = world(spec_text(end_at="2026-03-09T09:10:00Z"))
+    deed(w, "pause")
+    w.advance("11m")
+    with pytest.raises(digestd.Rejected, match="has had its end"):
+        deed(w, "run-now")
+    assert w.sent == [] and w.one("SELECT count FROM repeatables") == 0
 
 
 def test_the_next_run_can_be_skipped_and_is_not_counted(world):
