@@ -135,6 +135,7 @@ MAX_WAITS = 3  # holds for the subscriber's hours, in all
 FIRST_SAMPLE = 1_704_067_200_000  # 2024, a leap year: calendars are judged from there, never from today
 MAX_MISSED = 100  # runs that are made up for after a downtime, where a repeatable asks for all of them
 MISSED_MS = 10 * SECOND  # later than that, a run was missed: a restart takes less
+FAILURES = 3  # that a sender has in a row, before days of failure disable it
 MAX_INTERRUPTIONS = 3  # tries in a row that ended with the process: then the message is held to be the cause
 
 EVENT_MOVES = {("received", "placed"), ("received", "failed"), ("received", "cancelled"), ("placed", "cancelled")}
@@ -157,12 +158,14 @@ REPEATABLE_MOVES = {
     ("paused", "retired"), ("broken", "active"), ("broken", "retired"), ("finished", "retired"),
     ("finished", "active"), ("retired", "active"),
 }  # fmt: skip
+SENDER_MOVES = {("ok", "disabled"), ("disabled", "ok")}
 MOVES: dict[str, set[tuple[str, str]]] = {
     "events": EVENT_MOVES,
     "digests": DIGEST_MOVES,
     "runs": RUN_MOVES,
     "jobs": JOB_MOVES,
     "repeatables": REPEATABLE_MOVES,
+    "senders": SENDER_MOVES,
 }
 UNFINISHED = "('delayed', 'waiting', 'active')"  # the states of a job that has not ended, as SQL writes them
 
@@ -233,6 +236,8 @@ class Draft:
     steps: dict[str, list[DigestedEvent]] = dataclasses.field(default_factory=dict)
     digests: dict[str, Any] = dataclasses.field(default_factory=dict)  # the settings of those steps
     waited: dict[str, int] = dataclasses.field(default_factory=dict)  # by delay steps, in ms
+    credentials: dict[str, Any] = dataclasses.field(default_factory=dict)  # the subscriber's, by provider
+    unsubscribe: str | None = None  # the URL that ends mails like this one
     repeatable: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -243,6 +248,7 @@ class Message(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
     subject: str | None = None
     to: str | None = None
+    url: str | None = None  # where to, when the data tells
     summary: Mapping[str, Any] = types.MappingProxyType({})  # what was rendered, for people
 
 
@@ -261,13 +267,15 @@ class Claim:
     workflow: str | None = None
     step: str = ""
     tries: int = 0  # that reached a result before this one
+    lane: str = ""  # no two tries of one lane at once; '' for none
     message: Message | None = None
     draft: Draft | None = None
     result: SendResult | None = None  # known before any sending: the template failed
 
 
 class SendResult(NamedTuple):
-    """What came of a try. `outcome` is sent, temporary or permanent; spans in ms."""
+    """What came of a try. `outcome` is sent, temporary or permanent; spans in ms. `cause` is why no other message will
+    fare better by this sender: gone, or login."""
 
     job_id: int
     attempt_id: int
@@ -277,6 +285,8 @@ class SendResult(NamedTuple):
     retry_after_ms: int | None = None
     retry_at: int | None = None
     took_ms: int | None = None
+    cause: str | None = None
+    at_once: bool = False  # the first time, it may be tried again without a wait
 
 
 class TickReport(NamedTuple):
@@ -1424,25 +1434,55 @@ def _meter_ranges() -> None:
     RangeLiteral._make_range = counted  # type: ignore[method-assign]
 
 
-def _novu_output() -> type[Any]:
-    """What prints {{ … }}: as the library does, but objects and lists as Novu, and whole numbers without a fraction."""
+class Finished(str):
+    """A text that is what it has to be, and is printed as it is: a whole JSON value."""
+
+
+def _real_json(value: Any) -> Finished:
+    """The json filter of a json template: a whole value, with its quotes; null where there is none."""
+    import liquid
+
+    found = None if isinstance(value, liquid.Undefined) else _as_in_js(value)
+    return Finished(json.dumps(found, ensure_ascii=False, separators=(",", ":"), default=str))
+
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]~|<>])")
+# How a value is put into a template of each kind, so that what an event says is no markup there, and no mention.
+ESCAPES: dict[str, Callable[[str], str]] = {
+    "text": str,
+    "html": str,  # by the library
+    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "entities": lambda text: text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"),
+    "markdown": lambda text: _MARKDOWN.sub(r"\\\1", text),
+    "mattermost": lambda text: _MARKDOWN.sub(r"\\\1", text).replace("@", "@\u200b"),
+    "no-mentions": lambda text: text.replace("<", "\u2039").replace(">", "\u203a"),
+}
+
+
+def _novu_output(kind: str) -> type[Any]:
+    """What prints {{ … }}: as the library does, but objects and lists as Novu, whole numbers without a fraction, and
+    escaped for what the template makes."""
     from liquid.builtin.output import Output, OutputNode
     from liquid.stringify import to_liquid_string
+
+    escape = ESCAPES[kind]
 
     class Printed(OutputNode):
         def render_to_output(self, context: Any, buffer: Any) -> int:
             value = self.expression.evaluate(context)
+            if isinstance(value, Finished):
+                return int(buffer.write(str(value)))
             if isinstance(value, (dict, list, tuple)):
                 _spend(_extent(value))
-                value = filter_json(value)
-            return int(buffer.write(to_liquid_string(_as_in_js(value), context.autoescape)))
+                value = filter_json(value) if kind != "json" else str(_real_json(value))
+            return int(buffer.write(escape(to_liquid_string(_as_in_js(value), context.autoescape))))
 
     return type("Printing", (Output,), {"node_class": Printed})
 
 
 @functools.cache
-def _liquid(html: bool) -> liquid.Environment:
-    """A Liquid environment that cannot reach Python, files, or endless time and memory."""
+def _liquid(kind: str = "text") -> liquid.Environment:
+    """A Liquid environment that cannot reach Python, files, or endless time and memory. `kind` is one of ESCAPES."""
     import liquid
 
     class Bounded(liquid.Environment):
@@ -1452,12 +1492,12 @@ def _liquid(html: bool) -> liquid.Environment:
         template_class = _metered_template()
 
     _meter_ranges()
-    environment = Bounded(autoescape=html)
+    environment = Bounded(autoescape=kind == "html")
     environment.add_filter("toSentence", filter_to_sentence)
     environment.add_filter("pluralize", filter_pluralize)
     environment.add_filter("digest", filter_digest)
-    environment.add_filter("json", filter_json)
-    environment.add_tag(_novu_output())
+    environment.add_filter("json", filter_json if kind != "json" else _real_json)
+    environment.add_tag(_novu_output(kind))
     environment.add_filter("uniq", filter_uniq)
     for name, act in list(environment.filters.items()):
         environment.filters[name] = _metered(name, act)
@@ -1465,19 +1505,20 @@ def _liquid(html: bool) -> liquid.Environment:
 
 
 @functools.lru_cache(maxsize=1024)
-def compile_template(text: str, html: bool = False) -> liquid.BoundTemplate:
-    """A compiled Liquid template. Raises RuleError with the line inside the template and what is wrong there."""
+def compile_template(text: str, kind: str = "text") -> liquid.BoundTemplate:
+    """A compiled Liquid template that makes a text of this kind. Raises RuleError with the line inside the template and
+    what is wrong there."""
     import liquid.exceptions
 
     try:
-        return _liquid(html).from_string(text)
+        return _liquid(kind).from_string(text)
     except liquid.exceptions.LiquidError as error:
         line = getattr(error.token, "start_index", None) if getattr(error, "token", None) is not None else None
         where = f" in line {text.count(chr(10), 0, line) + 1} of it" if isinstance(line, int) else ""
         raise RuleError(f"the template cannot be read{where}: {str(error).splitlines()[0]}") from None
 
 
-def render_template(text: str, context: dict[str, Any], html: bool = False, now: int = 0) -> str:
+def render_template(text: str, context: dict[str, Any], kind: str = "text", now: int = 0) -> str:
     """A template rendered, as if it were `now`. Raises PermanentFailure: the same data would fail again."""
     if "{" not in text:
         return text
@@ -1485,7 +1526,7 @@ def render_template(text: str, context: dict[str, Any], html: bool = False, now:
 
     _rendering.set(Rendering(now, context))
     try:
-        return compile_template(text, html).render(**context)
+        return compile_template(text, kind).render(**context)
     except (liquid.exceptions.LiquidError, RecursionError, ArithmeticError, ValueError, TypeError, KeyError) as error:
         words = str(error.args[0]) if error.args else type(error).__name__
         raise PermanentFailure(f"the template failed: {one_line(words)}") from error
@@ -1581,11 +1622,11 @@ def _instant_value(value: Any) -> int:
     return parse_instant(value)
 
 
-def _template_field(html: bool) -> pydantic.AfterValidator:
+def _template_field(kind: str) -> pydantic.AfterValidator:
     def validate(text: str, info: pydantic.ValidationInfo) -> str:
         if (info.context or {}).get("templates", True):
             try:
-                compile_template(text, html)
+                compile_template(text, kind)
             except RuleError as error:
                 raise ValueError(error.message) from None
         return text
@@ -1784,6 +1825,77 @@ def _webhook_url(text: str) -> str:
     return text
 
 
+def _read_url(value: Any, info: pydantic.ValidationInfo) -> Any:
+    """A webhook's URL as a text, or as a secret is named: where the path is the secret, it need not stand here."""
+    context = info.context or {}
+    if isinstance(value, dict):
+        value = _look_up_secret(value, context)
+        if not value and not context.get("secrets", True):
+            return ""
+    if not isinstance(value, str):
+        return value
+    try:
+        return _webhook_url(value)
+    except RuleError as error:
+        raise ValueError(error.message) from None
+
+
+def _header_value(secret: pydantic.SecretStr) -> pydantic.SecretStr:
+    if not secret.get_secret_value().isprintable():
+        raise ValueError("a header is one line, without control characters")
+    return secret
+
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_OWN_HEADERS = ("content-length", "transfer-encoding", "connection", "host", "webhook-id", "webhook-timestamp",
+                "webhook-signature", "idempotency-key")  # fmt: skip
+
+
+def _header_name(name: str) -> str:
+    if not _HEADER_NAME.fullmatch(name):
+        raise RuleError(f"{shown(name)} is no name of a header")
+    if name.lower() in _OWN_HEADERS:
+        raise RuleError(f"{name} is set by digestd itself")
+    return name
+
+
+def _proxy(text: Any) -> Any:
+    """A proxy's URL, or the word that takes it from the environment."""
+    if text != "environment" and isinstance(text, str):
+        _webhook_url(text)
+        if not text.startswith("http://"):
+            raise RuleError('a proxy is "http://host:port", or "environment" for HTTPS_PROXY, HTTP_PROXY and NO_PROXY')
+    return text
+
+
+def _network(text: Any) -> Any:
+    import ipaddress
+
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        raise RuleError(f"this is no network such as 10.0.0.0/8: {error}") from None
+    return text
+
+
+def _data_path(text: Any) -> Any:
+    if isinstance(text, str) and not _DATA_PATH.fullmatch(text):
+        raise RuleError(f'{shown(text)} is no path such as "subscriber.data.hookUrl" or "payload.url"')
+    return text
+
+
+_DATA_PATH = re.compile(r"(?:payload|subscriber)(?:\.[^.\s]+)+")
+
+
+def _public_url(text: Any) -> Any:
+    if isinstance(text, str):
+        _webhook_url(text)
+        if "?" in text or "#" in text or "@" in text or len(text) > 400:
+            raise RuleError("it is what a mail's links begin with: a scheme, a host, perhaps a path")
+        text = text.rstrip("/")
+    return text
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine alone: localhost, 127.0.0.0/8, ::1. A name that only begins like one is not."""
     import ipaddress
@@ -1924,8 +2036,9 @@ JsonValue = Annotated[Any, _rule_field(_json_value)]
 Condition = Annotated[
     str, pydantic.Strict(), _rule_field(lambda text: _condition(text) if isinstance(text, str) else text)
 ]
-Template = Annotated[str, _template_field(html=False)]
-HtmlTemplate = Annotated[str, _template_field(html=True)]
+Template = Annotated[str, _template_field("text")]
+HtmlTemplate = Annotated[str, _template_field("html")]
+JsonTemplate = Annotated[str, _template_field("json")]
 _SECRET_SCHEMA = {
     "type": ["string", "object"],
     "properties": {kind: {"type": "string"} for kind in ("env", "file", "credential")},
@@ -1938,6 +2051,19 @@ Secret = Annotated[
     pydantic.WithJsonSchema(_SECRET_SCHEMA),
 ]
 WebhookKey = Annotated[Secret, pydantic.AfterValidator(_webhook_key)]
+WebhookKeys = Annotated[
+    list[WebhookKey],
+    pydantic.Field(max_length=5),
+    pydantic.BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+    pydantic.WithJsonSchema({"anyOf": [_SECRET_SCHEMA, {"type": "array", "items": _SECRET_SCHEMA}]}),
+]
+WebhookUrl = Annotated[str, pydantic.BeforeValidator(_read_url), pydantic.WithJsonSchema(_SECRET_SCHEMA)]
+ChatId = Annotated[
+    str,
+    pydantic.BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    pydantic.WithJsonSchema({"type": ["string", "integer"]}),
+]
+HeaderValue = Annotated[Secret, pydantic.AfterValidator(_header_value)]
 PayloadSchema = Annotated[
     dict[str, Any], pydantic.BeforeValidator(_read_schema), pydantic.WithJsonSchema({"type": ["string", "object"]})
 ]
@@ -1967,6 +2093,7 @@ class DaemonSettings(Settings):
 class ApiSettings(Settings):
     listen: list[Annotated[str, _rule_field(_checked(parse_listen))]] = ["127.0.0.1:3210"]
     keys: list[Secret] = []
+    public_url: Annotated[str, _rule_field(_public_url)] | None = None
 
 
 class SenderSettings(Settings):
@@ -1977,38 +2104,106 @@ class SenderSettings(Settings):
     jitter: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.2
 
 
+class Preset(NamedTuple):
+    """What a chat service asks of a webhook: how values are escaped in its texts, the settings that it must have and
+    may have, its URL where it has one of its own, and the statuses that say an endpoint is gone for good."""
+
+    escape: str
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    url: str | None = None
+    gone: tuple[int, ...] = (410,)
+
+
+PRESETS = {
+    "slack": Preset("entities", gone=(404, 410)),
+    "discord": Preset("markdown", gone=(404, 410)),
+    "teams": Preset("markdown"),
+    "telegram": Preset("entities", ("token", "chat_id"), url="https://api.telegram.org", gone=(401, 404, 410)),
+    "ntfy": Preset("text", ("topic",), ("token", "priority", "tags"), "https://ntfy.sh"),
+    "mattermost": Preset("mattermost", takes=("username", "icon_url")),
+    "googlechat": Preset("no-mentions"),
+    "apprise": Preset("text", takes=("tag",)),
+}
+
+
 class WebhookSettings(SenderSettings):
     type: Literal["webhook"]
-    url: Annotated[
-        str, pydantic.Field(repr=False), _rule_field(lambda text: _webhook_url(text) if isinstance(text, str) else text)
-    ]
-    secret: WebhookKey | None = None
+    preset: Literal["slack", "discord", "teams", "telegram", "ntfy", "mattermost", "googlechat", "apprise"] | None = (
+        None
+    )
+    url: Annotated[WebhookUrl | None, pydantic.Field(repr=False)] = None
+    url_from: Annotated[str, _rule_field(_data_path)] | None = None
+    allow_addresses: list[Annotated[str, _rule_field(_network)]] = []
+    secret: WebhookKeys = []
+    headers: dict[Annotated[str, _rule_field(_header_name)], HeaderValue] = {}
+    ca_file: Annotated[str, pydantic.AfterValidator(_existing_file)] | None = None
+    proxy: Annotated[str | None, pydantic.Field(repr=False), _rule_field(_proxy)] = None
+    disable_after: Duration = 5 * DAY
+    token: Secret | None = None
+    chat_id: ChatId | None = None
+    topic: str | None = None
+    priority: Annotated[int, pydantic.Field(ge=1, le=5)] | None = None
+    tags: list[str] = []
+    username: str | None = None
+    icon_url: str | None = None
+    tag: str | None = None
+
+    @property
+    def service(self) -> Preset:
+        """What its preset asks; without one, nothing."""
+        return PRESETS[self.preset] if self.preset else _NO_PRESET
 
 
-class SmtpSettings(SenderSettings):
+_NO_PRESET = Preset("text")
+
+
+Mailbox = Annotated[str, _rule_field(lambda text: _from_header(text) if isinstance(text, str) else text)]
+
+
+class MailSettings(SenderSettings):
+    """What every sender of mail has."""
+
+    sender: Annotated[Mailbox, pydantic.Field(alias="from")]
+    reply_to: Mailbox | None = None
+    thread: Literal["workflow", "key", "day", "month", "none"] = "workflow"
+    timeout: Duration = 30 * SECOND
+    retry: list[Duration] = [MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, 24 * HOUR]
+
+
+class SmtpSettings(MailSettings):
     type: Literal["smtp"]
     host: str = "127.0.0.1"
     port: Annotated[int, pydantic.Field(ge=1, le=65535)] = 25
     tls: Literal["none", "starttls", "implicit"] = "starttls"
-    sender: Annotated[
-        str,
-        pydantic.Field(alias="from"),
-        _rule_field(lambda text: _from_header(text) if isinstance(text, str) else text),
-    ]
     username: str | None = None
     password: Secret | None = None
     ca_file: Annotated[str, pydantic.AfterValidator(_existing_file)] | None = None
+    server_name: str | None = None
     hello: str | None = None
-    timeout: Duration = 30 * SECOND
-    retry: list[Duration] = [MINUTE, 5 * MINUTE, 15 * MINUTE, HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, 24 * HOUR]
+
+
+class SendmailSettings(MailSettings):
+    type: Literal["sendmail"]
+    command: Annotated[list[Annotated[str, pydantic.Field(min_length=1)]], pydantic.Field(min_length=1)] = [
+        "/usr/sbin/sendmail", "-t", "-i"
+    ]  # fmt: skip
 
 
 class LogSettings(SenderSettings):
     type: Literal["log"]
 
 
-SENDER_MODELS: dict[str, type[SenderSettings]] = {"webhook": WebhookSettings, "smtp": SmtpSettings, "log": LogSettings}
-AnySender = Annotated[WebhookSettings | SmtpSettings | LogSettings, pydantic.Field(discriminator="type")]
+SENDER_MODELS: dict[str, type[SenderSettings]] = {
+    "webhook": WebhookSettings, "smtp": SmtpSettings, "sendmail": SendmailSettings, "log": LogSettings
+}  # fmt: skip
+AnySender = Annotated[
+    WebhookSettings | SmtpSettings | SendmailSettings | LogSettings,
+    pydantic.Field(discriminator="type"),
+    pydantic.BeforeValidator(
+        lambda value: {"type": "webhook", **value} if isinstance(value, dict) and "preset" in value else value
+    ),
+]
 
 
 class StepSettings(Settings):
@@ -2051,11 +2246,12 @@ def calendar_rule(
 
 
 class Content(Settings):
-    """What a message says, where the config gives it words: three templates."""
+    """What a message says, where the config gives it words: three templates, or for a webhook its whole body."""
 
     subject: Template | None = None
     text: Template | None = None
     html: HtmlTemplate | None = None
+    whole: Annotated[JsonTemplate | None, pydantic.Field(alias="json")] = None
 
     @functools.cached_property
     def templates(self) -> dict[str, str]:
@@ -2066,7 +2262,7 @@ class Content(Settings):
     @functools.cached_property
     def takes_values(self) -> bool:
         """Whether any of them holds more than fixed words."""
-        return any("{" in text for text in self.templates.values())
+        return any("{" in text for text in (*self.templates.values(), self.whole or ""))
 
 
 class DigestStep(Calendar):
@@ -2125,6 +2321,7 @@ AnyStep = Annotated[DigestStep | DelayStep | ChannelStep | InAppStep, pydantic.F
 class WorkflowSettings(Settings):
     name: Name | None = None
     critical: bool = False
+    channels: dict[Literal["email", "sms", "push", "chat", "in_app"], bool] = {}
     timezone: Zone | None = None
     payload_schema: PayloadSchema | None = None
     steps: Annotated[list[AnyStep], pydantic.Field(min_length=1, max_length=100)]
@@ -2318,7 +2515,7 @@ def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
     if depth == 1:
         return names(Config)
     if table == "senders":
-        return names(SENDER_MODELS.get(str(kind), SenderSettings))
+        return names(SENDER_MODELS.get(str(kind or ("webhook" if "preset" in parent else "")), SenderSettings))
     if table == "workflows":
         return names(WorkflowSettings) if depth == 3 else names(STEP_MODELS.get(str(kind), StepSettings))
     if table == "repeatables":
@@ -2326,7 +2523,7 @@ def _known_keys(path: Sequence[str | int], data: Any) -> Iterable[str]:
     return names({"daemon": DaemonSettings, "api": ApiSettings}[str(table)])
 
 
-_SECRET_KEYS = {"keys", "secret", "password", "url"}  # what stands there is never shown
+_SECRET_KEYS = {"keys", "secret", "password", "url", "headers", "token", "proxy"}  # what stands there is never shown
 _TYPE_WORDS = {
     "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
     "string_type": "a text in quotes", "bool_type": "true or false", "list_type": "a list", "dict_type": "a table",
@@ -2488,8 +2685,48 @@ def _sender_problems(table: dict[str, Any], path: list[str | int], senders: Any)
         yield [*path, "sender"], f"no sender is called {shown(name)}; {nearest(name, [str(key) for key in senders])}"
 
 
-def _login_problems(data: Any) -> Iterator[Found]:
+def _webhook_problems(sender: dict[str, Any], path: list[str | int]) -> Iterator[Found]:
+    """Where a webhook goes to, and what its preset asks for."""
+    name = sender.get("preset")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    options = {option for other in PRESETS.values() for option in (*other.needs, *other.takes)}
+    for option in sorted(options & sender.keys()):
+        if preset is None or option not in (*preset.needs, *preset.takes):
+            owners = [other for other, known in PRESETS.items() if option in (*known.needs, *known.takes)]
+            yield [*path, option], f"goes with preset = {' or '.join(map(json.dumps, owners))}"
+    if preset is not None:
+        yield from (([*path, option], "is missing") for option in preset.needs if option not in sender)
+    if "url" in sender and "url_from" in sender:
+        yield [*path, "url_from"], "url and url_from exclude each other; set one of them"
+    elif "url" not in sender and "url_from" not in sender and (preset is None or preset.url is None):
+        yield [*path, "url"], "is missing"
+    if "allow_addresses" in sender and "url_from" not in sender:
+        yield [*path, "allow_addresses"], "goes with url_from: an address that this file names is reached anyway"
+    if "proxy" in sender and "url_from" in sender:
+        yield [*path, "proxy"], "a URL that comes from data is reached straight, so that its address can be checked"
+
+
+def _json_template_problems(data: Any) -> Iterator[Found]:
+    """Templates of whole bodies, with senders that have no such thing."""
+    senders = data.get("senders")
+    places: list[tuple[list[str | int], Any]] = [
+        (["repeatables", name], spec) for name, spec in _tables(data, "repeatables")
+    ]
+    for name, workflow in _tables(data, "workflows"):
+        steps = workflow.get("steps")
+        for place, step in enumerate(steps if isinstance(steps, list) else ()):
+            places.append((["workflows", name, "steps", place], step))
+    for path, table in places:
+        if isinstance(table, dict) and "json" in table and isinstance(senders, dict):
+            sender = senders.get(table["sender"]) if isinstance(table.get("sender"), str) else None
+            if isinstance(sender, dict) and "preset" not in sender and sender.get("type") != "webhook":
+                yield [*path, "json"], f"goes with a webhook; {table['sender']!r} is {shown(sender.get('type'))}"
+
+
+def _sender_table_problems(data: Any) -> Iterator[Found]:
     for name, sender in _tables(data, "senders"):
+        if sender.get("type") == "webhook" or "preset" in sender:
+            yield from _webhook_problems(sender, ["senders", name])
         if sender.get("type") == "smtp":
             path: list[str | int] = ["senders", name]
             if ("username" in sender) != ("password" in sender):
@@ -2552,7 +2789,8 @@ def _cross_problems(data: Any, base: pathlib.Path) -> Iterator[Found]:
     with contextlib.suppress(RuleError, AttributeError):
         max_window = parse_duration(daemon.get("max_window"))
     yield from _workflow_problems(data, senders, max_window, base)
-    yield from _login_problems(data)
+    yield from _sender_table_problems(data)
+    yield from _json_template_problems(data)
     yield from _repeatable_problems(data, senders)
     if isinstance(api, dict) and not api.get("keys"):
         for place, text in enumerate(api["listen"] if isinstance(api.get("listen"), list) else ()):
@@ -2635,6 +2873,72 @@ def _repeatable_warnings(config: Config, name: str, spec: RepeatableSettings) ->
         yield "every", f"makes more than the {rate} a minute that the sender {spec.sender!r} takes"
 
 
+def _sample_of(schema: Any, depth: int = 0) -> Any:
+    """A value as a JSON Schema has it, good enough to try a template with."""
+    if not isinstance(schema, dict) or depth > 8:
+        return None
+    for word in ("default", "const"):
+        if word in schema:
+            return schema[word]
+    for word in ("examples", "enum"):
+        if isinstance(schema.get(word), list) and schema[word]:
+            return schema[word][0]
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) and kind else kind
+    if kind == "object" or "properties" in schema:
+        inner = schema.get("properties")
+        return {name: _sample_of(one, depth + 1) for name, one in (inner if isinstance(inner, dict) else {}).items()}
+    if kind == "array":
+        return [_sample_of(schema.get("items"), depth + 1)]
+    return {"string": 'a "text"', "integer": 1, "number": 1.5, "boolean": True}.get(str(kind))
+
+
+def _sample_values(workflow: WorkflowSettings, step: Any) -> dict[str, Any]:
+    """What a step's templates would see, with two events as the payload schema has them."""
+    payload = _sample_of(workflow.payload_schema) if workflow.payload_schema else {}
+    payload = payload if isinstance(payload, dict) else {}
+    events = [{"id": str(number), "time": iso_text(FIRST_SAMPLE), "payload": payload} for number in (1, 2)]
+    summary = {"events": events, "eventCount": 2, "countSummary": "2 notifications", "sentenceSummary": "a and b"}
+    before = workflow.steps[: workflow.places[step.id]]
+    return {
+        "payload": payload,
+        "subscriber": {"subscriberId": "somebody", "data": {}},
+        "workflow": {"name": "sample"},
+        "steps": {one.id: {"duration": MINUTE} if isinstance(one, DelayStep) else summary for one in before},
+    }
+
+
+def json_body(template: str, values: dict[str, Any], now: int = 0) -> str:
+    """The body that a json template makes. Raises PermanentFailure where that is no JSON."""
+    text = render_template(template, values, "json", now)
+    try:
+        json.loads(text)
+    except ValueError as error:
+        words = f"{error}; a value that is not inside quotes needs the filter json: {{{{ payload.count | json }}}}"
+        raise PermanentFailure(f"the json template does not make JSON: {words}") from None
+    return text
+
+
+def _json_problems(config: Config) -> Iterator[Found]:
+    """Whether templates of whole bodies make JSON, tried with samples."""
+    for name, workflow in config.workflows.items():
+        for place, step in enumerate(workflow.steps):
+            whole = getattr(step, "whole", None)
+            if whole is not None:
+                try:
+                    json_body(whole, _sample_values(workflow, step), FIRST_SAMPLE)
+                except PermanentFailure as error:
+                    yield ["workflows", name, "steps", place, "json"], error.message
+    for name, spec in config.repeatables.items():
+        if spec.whole is not None:
+            facts = {"name": name, "key": name, "jobId": None, "slot": iso_text(FIRST_SAMPLE), "count": 1}
+            values = {"repeatable": facts, "slot": facts["slot"], "count": 1, "data": spec.data}
+            try:
+                json_body(spec.whole, values, FIRST_SAMPLE)
+            except PermanentFailure as error:
+                yield ["repeatables", name, "json"], error.message
+
+
 def _open_to_others(path: pathlib.Path) -> bool:
     with contextlib.suppress(OSError):
         return bool(path.stat().st_mode & stat.S_IROTH)
@@ -2672,6 +2976,8 @@ def _doubts(config: Config) -> Iterator[Found]:
     for name, sender in config.senders.items():
         if isinstance(sender, SmtpSettings) and sender.tls == "none" and not is_loopback(sender.host):
             yield ["senders", name, "tls"], f"mail to {sender.host} goes without TLS"
+        if isinstance(sender, SendmailSettings) and shutil.which(sender.command[0]) is None:
+            yield ["senders", name, "command"], f"there is no program {sender.command[0]}"
 
 
 def _warnings(config: Config, plain_secrets: Sequence[str], lines: _Lines) -> Iterator[Problem]:
@@ -2715,6 +3021,8 @@ def read_config(text: str, source: pathlib.Path, secrets: bool = True, templates
         config = Config.model_validate(data, context=context)
     except pydantic.ValidationError as error:
         found += _pydantic_problems(error, data)
+    if config is not None and templates:
+        found += _json_problems(config)
     lines = _Lines(text)
     problems = [Problem(file, lines.of(path), _path_text(path), words) for path, words in found]
     if problems or config is None:
@@ -2770,6 +3078,7 @@ class Store(peewee.SqliteDatabase):
         self.open_windows: dict[WindowName, tuple[int, int]] = {}  # -> id, due_at
         self.window_names: dict[int, WindowName] = {}  # the same by id, as windows that end are known by it
         self.known_subscribers: set[str] = set()
+        self.sender_states: dict[str, str] | None = None  # of those that failed; None: not read yet
         self.seen_version = 0
 
     def keep_window(self, name: WindowName, window_id: int, due_at: int) -> None:
@@ -2791,6 +3100,7 @@ class Store(peewee.SqliteDatabase):
         self.open_windows.clear()
         self.window_names.clear()
         self.known_subscribers.clear()
+        self.sender_states = None
 
 
 database = Store()
@@ -2823,11 +3133,39 @@ class Subscriber(Table):
     timezone = peewee.TextField(null=True)
     data = peewee.TextField(null=True)
     schedule = peewee.TextField(null=True)
+    credentials = peewee.TextField(null=True)
     created_at = peewee.IntegerField()
     updated_at = peewee.IntegerField()
 
     class Meta:
         table_name = "subscribers"
+
+
+class Preference(Table):
+    id = peewee.AutoField()
+    subscriber_id = peewee.TextField()
+    workflow = peewee.TextField()
+    channel = peewee.TextField()
+    enabled = peewee.IntegerField()
+    updated_at = peewee.IntegerField()
+
+    class Meta:
+        table_name = "preferences"
+
+
+class SenderRow(Table):
+    id = peewee.AutoField()
+    name = peewee.TextField(unique=True)
+    state = peewee.TextField(default="ok")
+    failures = peewee.IntegerField(default=0)
+    failing_at = peewee.IntegerField(null=True)
+    failed_at = peewee.IntegerField(null=True)
+    disabled_at = peewee.IntegerField(null=True)
+    cause = peewee.TextField(null=True)
+    reason = peewee.TextField(null=True)
+
+    class Meta:
+        table_name = "senders"
 
 
 class Arrival(Table):
@@ -2959,6 +3297,7 @@ class Job(Table):
     message = peewee.TextField(null=True)
     created_at = peewee.IntegerField()
     taken_at = peewee.IntegerField(null=True)
+    lane = peewee.TextField(default="")
     finished_at = peewee.IntegerField(null=True)
     reason = peewee.TextField(null=True)
 
@@ -2999,8 +3338,20 @@ class InboxMessage(Table):
         table_name = "inbox_messages"
 
 
+class KeptAnswer(Table):
+    key = peewee.TextField(primary_key=True)
+    body_hash = peewee.TextField()
+    status = peewee.IntegerField()
+    body = peewee.TextField()
+    created_at = peewee.IntegerField()
+
+    class Meta:
+        table_name = "answers"
+
+
 TABLES: tuple[type[Table], ...] = (
-    Fact, Subscriber, Digest, Arrival, EventRow, Repeatable, Run, DigestRun, Job, Attempt, InboxMessage,
+    Fact, Subscriber, Preference, SenderRow, Digest, Arrival, EventRow, Repeatable, Run, DigestRun, Job, Attempt,
+    InboxMessage, KeptAnswer,
 )  # fmt: skip
 
 # -- statements, transactions, moves -----------------------------------------------------------------------------------
@@ -3423,9 +3774,10 @@ def open_store(path: str, now: int, durability: str = "full", busy_ms: int = BUS
             execute("UPDATE meta SET value = value WHERE name = ''")  # a write: read-only files are found out here
         database.execute_sql(f"PRAGMA busy_timeout = {busy_ms}")
         database.seen_version = row("PRAGMA data_version")[0]
-    if may_migrate and remembered("instance") is None:
+    if may_migrate and remembered("unsubscribe_key") is None:
         with transaction():
             remember("instance", secrets.token_hex(8), now)
+            remember("unsubscribe_key", secrets.token_hex(32), now)
 
 
 def close_store() -> None:
@@ -3857,6 +4209,7 @@ def template_values(draft: Draft) -> dict[str, Any]:
         "payload": json.loads(draft.events[0].payload_text) if draft.events else {},
         "subscriber": draft.subscriber,
         "workflow": {"name": draft.workflow},
+        "unsubscribe_url": draft.unsubscribe,
         "steps": {name: _step_values(draft.digests.get(name), events) for name, events in draft.steps.items()}
         | {name: {"duration": waited_ms} for name, waited_ms in draft.waited.items()},
     }
@@ -4375,7 +4728,9 @@ _DOUBTFUL_SLOTS = f"""
 
 def spec_of(config: Config, name: str, settings: RepeatableSettings) -> Spec:
     """The spec that an entry of the config, a command or a call stands for."""
-    action = settings.model_dump(include={"sender", "subject", "text", "html", "data", "trigger"}, exclude_none=True)
+    action = settings.model_dump(
+        include={"sender", "subject", "text", "html", "whole", "data", "trigger"}, exclude_none=True, by_alias=True
+    )
     backoff, retention = settings.backoff, settings.retention
     return Spec(
         name, settings.job_id, settings.cron or settings.pattern, settings.every, settings.align, settings.offset or 0,
@@ -5016,7 +5371,8 @@ LARGE = 64 * 1024  # characters of payload that take a while to compose
 LINES_AT_ONCE = 300  # of the log, in one turn; with many more its transaction would take over 50 ms
 
 _READY_RUNS = (
-    "SELECT r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, s.schedule IS NOT NULL FROM runs r"
+    "SELECT r.id, r.workflow, r.subscriber_id, r.event_id, r.digest_id, r.step, s.schedule IS NOT NULL"
+    " OR EXISTS (SELECT 1 FROM preferences p WHERE p.subscriber_id = r.subscriber_id) FROM runs r"
     " LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
     " WHERE r.next_at <= ? ORDER BY r.next_at, r.id LIMIT ?"
 )
@@ -5025,7 +5381,7 @@ _RUN_COLUMNS = (
     " r.event_id, r.digest_id, r.repeatable_id, r.slot_at, r.created_at, r.step, d.step, d.key,"
     " EXISTS (SELECT 1 FROM digest_runs m WHERE m.digest_id = r.digest_id), "
     + ", ".join(f"s.{column}" for column in SUBSCRIBER_FIELDS.values())
-    + ", e.received_at, e.payload, e.transaction_id"
+    + ", s.id, e.received_at, e.payload, e.transaction_id"
 )
 _RUN_TABLES = (
     " LEFT JOIN digests d ON d.id = r.digest_id LEFT JOIN subscribers s ON s.subscriber_id = r.subscriber_id"
@@ -5043,13 +5399,13 @@ _DUE_JOBS = (
     " FROM jobs j JOIN runs r ON r.id = j.run_id"
     " WHERE j.state = 'delayed' AND j.due_at <= ? ORDER BY j.due_at LIMIT ?"
 )
-_PLAIN_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender IS NULL ORDER BY j.due_at, j.id LIMIT ?"
+_PLAIN_JOBS = _JOBS + " WHERE j.state = 'waiting' AND j.sender IS NULL AND j.lane = '' ORDER BY j.due_at, j.id LIMIT ?"
 _AT_ONCE = ("waiting", "active")
 _NEXT_STEPS = "UPDATE runs SET next_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND state = 'active'"
 # Digests go before repeatables where a sender has not room for all. A run that waits for the one before waits here.
 _WAITING_JOBS = (
-    _JOBS
-    + " WHERE j.state = 'waiting' AND j.sender = ? AND j.due_at <= ? AND (j.type <> 'message' OR r.taken_at IS NOT NULL"
+    _JOBS + " WHERE j.state = 'waiting' AND j.sender = ? AND j.lane = '' AND j.due_at <= ?"
+    " AND (j.type <> 'message' OR r.taken_at IS NOT NULL"
     f" OR NOT EXISTS (SELECT 1 FROM repeatables s WHERE s.id = r.repeatable_id AND s.overlap = 'queue'"
     f" AND EXISTS ({_IN_PROGRESS}))) ORDER BY j.type = 'message', j.due_at, j.id LIMIT ?"
 )
@@ -5082,7 +5438,7 @@ class ReadyRun(NamedTuple):
     event_id: int | None
     digest_id: int | None
     step: str | None
-    has_hours: int
+    has_wishes: int  # the subscriber has weekly hours, or turned channels on or off
 
 
 class WaitingJob(NamedTuple):
@@ -5115,6 +5471,7 @@ class WaitingJob(NamedTuple):
     locale: str | None
     timezone: str | None
     data: str | None
+    person_id: int | None  # the subscriber's row
     received_at: int | None  # the event's, where it is one alone
     payload: str | None
     transaction_id: str | None
@@ -5123,6 +5480,42 @@ class WaitingJob(NamedTuple):
     def person(self) -> Sequence[Any]:
         """The subscriber's columns."""
         return self[19:27]
+
+
+def sender_states() -> dict[str, str]:
+    """The state of each sender that has failed since its last success, or is disabled."""
+    if database.sender_states is None:
+        found = rows("SELECT name, state FROM senders WHERE failures > 0 OR state = 'disabled'")
+        database.sender_states = dict(found)
+    return database.sender_states
+
+
+def sender_is_disabled(name: str | None) -> bool:
+    """Whether the jobs of a sender wait until somebody enables it."""
+    return name is not None and sender_states().get(name) == "disabled"
+
+
+def channel_choices(subscriber_id: str) -> dict[tuple[str, str], bool]:
+    """What a subscriber chose: (workflow, channel) to on or off; '' for every workflow without a choice of its own."""
+    found = rows("SELECT workflow, channel, enabled FROM preferences WHERE subscriber_id = ?", subscriber_id)
+    return {(workflow, channel): bool(enabled) for workflow, channel, enabled in found}
+
+
+def is_wanted(workflow: WorkflowSettings, choices: Mapping[tuple[str, str], bool], name: str, channel: str) -> bool:
+    """Whether a channel is on: as the subscriber chose for the workflow, else for all, else as the config has it."""
+    default = workflow.channels.get(channel, True)  # type: ignore[call-overload]
+    return workflow.critical or choices.get((name, channel), choices.get(("", channel), default))
+
+
+def why_turned_off(workflow: WorkflowSettings, name: str, subscriber_id: str, channel: str) -> str:
+    """Why a channel is off for a subscriber; '' when it is on."""
+    if workflow.critical:
+        return ""
+    choices = channel_choices(subscriber_id)
+    if is_wanted(workflow, choices, name, channel):
+        return ""
+    chose = (name, channel) in choices or ("", channel) in choices
+    return f"the subscriber turned {channel} off" if chose else f"{channel} is off unless the subscriber turns it on"
 
 
 def settle_runs(run_ids: Iterable[int], now: int) -> None:
@@ -5182,7 +5575,12 @@ def _earlier_digests(digest_id: int) -> list[tuple[str, int]]:
 
 
 def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, step: Any, now: int) -> None:
-    """A channel step: a job that waits for its sender; outside the subscriber's hours one that is skipped, or held."""
+    """A channel step: a job that waits for its sender; outside the subscriber's hours one that is skipped, or held;
+    skipped too where it is not wanted."""
+    unwanted = why_turned_off(workflow, run.workflow, run.subscriber_id, step.type)
+    if unwanted:
+        _pass_step(run, step, unwanted, now)
+        return
     hours = None if workflow.critical or step.type == "in_app" else hours_of(config, run.subscriber_id)
     if hours is not None and step.outside != "send" and not hours.is_inside(now) and not _is_released(run.digest_id):
         until = hold_until(hours, 0, now) if step.outside == "hold" else None
@@ -5194,7 +5592,8 @@ def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, st
             execute(_RUN_STEP, step.id, None, run.id)
         return
     insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
-    execute(_RUN_STEP, step.id, None, run.id)
+    goes_past = sender_is_disabled(step.sender) and not step.stop_on_failure
+    execute(_RUN_STEP, step.id, now if goes_past else None, run.id)
 
 
 def _is_released(digest_id: int | None) -> bool:
@@ -5338,13 +5737,15 @@ def _begin_together(step: Any, runs: Sequence[ReadyRun], now: int) -> None:
     execute("UPDATE runs SET step = ?, next_at = NULL WHERE id IN (SELECT value FROM json_each(?))", step.id, ids)
 
 
-def _common_step(config: Config, workflow_name: str, step_id: str | None, has_hours: int) -> Any:
+def _common_step(config: Config, workflow_name: str, step_id: str | None, has_wishes: int) -> Any:
     """The channel step that runs at this place begin next, where nothing about the run itself matters; else None."""
     workflow = config.workflows.get(workflow_name)
-    if workflow is None or has_hours or (step_id is not None and step_id not in workflow.places):
+    if workflow is None or has_wishes or (step_id is not None and step_id not in workflow.places):
         return None
     step = workflow.step_after(step_id)
-    return step if isinstance(step, (ChannelStep, InAppStep)) else None
+    if not isinstance(step, (ChannelStep, InAppStep)) or sender_is_disabled(step.sender):
+        return None
+    return step if workflow.critical or workflow.channels.get(step.type, True) else None
 
 
 def begin_steps(config: Config, now: int) -> int:
@@ -5352,7 +5753,7 @@ def begin_steps(config: Config, now: int) -> int:
     found = list(map(ReadyRun._make, rows(_READY_RUNS, now, BATCH)))
     places: dict[tuple[Any, ...], list[ReadyRun]] = {}
     for run in found:
-        places.setdefault((run.workflow, run.step, run.has_hours), []).append(run)
+        places.setdefault((run.workflow, run.step, run.has_wishes), []).append(run)
     for place, runs in places.items():
         step = _common_step(config, *place)
         try:
@@ -5533,6 +5934,10 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
         subscriber=person_of(job.subscriber_id, job.person), digest_id=job.digest_id, events=events,
         digests=workflow.digests,
     )  # fmt: skip
+    if isinstance(sender, MailSettings):
+        draft.unsubscribe = unsubscribe_url(config, job)
+    elif isinstance(sender, WebhookSettings) and (sender.url_from or "").startswith(_CREDENTIALS):
+        draft.credentials = load_credentials(job.subscriber_id)
     if job.digest_id is not None:
         draft.has_digest, draft.digest_key = True, job.digest_key or ""
         draft.steps[job.digest_step or ""] = draft.events
@@ -5541,6 +5946,32 @@ def load_draft(config: Config, job: WaitingJob, now: int, count: int = 0) -> Dra
     if workflow.delays:
         draft.waited = _waited(job.run_id, job.digest_id)
     return draft
+
+
+_CREDENTIALS = "subscriber.credentials."
+
+
+def load_credentials(subscriber_id: str) -> dict[str, Any]:
+    """What the chat and push providers of a subscriber need, by provider."""
+    found = row("SELECT credentials FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+    return json.loads(found[0]) if found and found[0] else {}
+
+
+def unsubscribe_token(person_id: int, subscriber_id: str, workflow: str, channel: str) -> str:
+    """What stands in an unsubscribe URL. Short, since a header holds it; it names the row, and proves the rest."""
+    key = remembered("unsubscribe_key") or ""
+    said = "\0".join((subscriber_id, workflow, channel)).encode()
+    mac = hmac.digest(bytes.fromhex(key), said, "sha256")[:16]
+    return f"{person_id}.{base64.urlsafe_b64encode(mac).decode().rstrip('=')}"
+
+
+def unsubscribe_url(config: Config, job: WaitingJob) -> str | None:
+    """The URL that ends mails like this one; None where the config has no public one, or they cannot be ended."""
+    workflow = config.workflows.get(job.workflow or "")
+    if config.api.public_url is None or workflow is None or workflow.critical or job.person_id is None:
+        return None
+    token = unsubscribe_token(job.person_id, job.subscriber_id, job.workflow or "", job.type)
+    return f"{config.api.public_url}/u/{token}"
 
 
 def why_unwanted(draft: Draft) -> str:
@@ -5585,7 +6016,10 @@ def _pass_digests(draft: Draft, workflow: WorkflowSettings) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _content_of(action: str) -> Content:
-    return Content.model_construct(**{name: action_of(action).get(name) for name in ("subject", "text", "html")})
+    wanted = action_of(action)
+    return Content.model_construct(
+        whole=wanted.get("json"), **{name: wanted.get(name) for name in ("subject", "text", "html")}
+    )
 
 
 def _repeatable_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft:
@@ -5620,12 +6054,14 @@ def _clean_line(text: str) -> str:
 _name_line = functools.lru_cache(maxsize=256)(_clean_line)  # for names, which come again and again
 
 
-def render_content(draft: Draft) -> dict[str, Any]:
-    """The subject, text and html that the step has templates for. Raises PermanentFailure."""
+def render_content(draft: Draft, escape: str = "text") -> dict[str, Any]:
+    """The subject, text and html that the step has templates for; values in the text are escaped for what it is put
+    into. Raises PermanentFailure."""
     context = template_values(draft) if draft.content.takes_values else {}
+    kinds = {"html": "html", "text": escape}
     rendered: dict[str, Any] = {}
     for name, text in draft.content.templates.items():
-        words = render_template(text, context, html=name == "html", now=draft.now)
+        words = render_template(text, context, kinds.get(name, "text"), draft.now)
         rendered[name] = _clean_line(words) if name == "subject" else words
     return rendered
 
@@ -5656,7 +6092,7 @@ def _digest_text(draft: Draft) -> str:
     )
 
 
-def compose_webhook(draft: Draft, rendered: dict[str, Any]) -> Message:
+def _event_body(draft: Draft, rendered: dict[str, Any]) -> str:
     """The Standard Webhooks event: type, timestamp, data."""
     if draft.repeatable:
         facts = draft.repeatable
@@ -5678,8 +6114,165 @@ def compose_webhook(draft: Draft, rendered: dict[str, Any]) -> Message:
             + "".join(f',"{name}":{_dumps(text)}' for name, text in rendered.items())
             + "}"
         )
-    body = f'{{"type":"digestd.{kind}","timestamp":"{iso_text(draft.created_at)}","data":{data}}}'
-    return Message(body, "application/json", summary=rendered)
+    return f'{{"type":"digestd.{kind}","timestamp":"{iso_text(draft.created_at)}","data":{data}}}'
+
+
+def data_url(draft: Draft) -> str | None:
+    """Where a message goes when the data tells; None when it tells nothing. Raises PermanentFailure for what is no
+    URL."""
+    path = draft.sender.url_from.split(".")
+    payload = json.loads(draft.events[0].payload_text) if draft.events else {}
+    known = {"payload": payload, "subscriber": {**draft.subscriber, "credentials": draft.credentials}}
+    found = value_at(known, path)
+    if found is None:
+        return None
+    try:
+        if not isinstance(found, str):
+            raise RuleError("it is no text")
+        if "@" in _webhook_url(found).partition("://")[2].partition("/")[0]:
+            raise RuleError("a URL that comes from data holds no name and password")
+    except RuleError as error:
+        raise PermanentFailure(f"{draft.sender.url_from} cannot be used: {error.message}") from None
+    return found
+
+
+def compose_webhook(draft: Draft) -> Message:
+    """The body that a webhook gets: the step's own JSON, what its preset asks for, or a Standard Webhooks event."""
+    settings = draft.sender
+    escape = settings.service.escape
+    rendered = render_content(draft, escape)
+    if draft.content.whole is not None:
+        values = template_values(draft) if "{" in draft.content.whole else {}
+        body = json_body(draft.content.whole, values, draft.now)
+    elif settings.preset is not None:
+        body = _dumps(compose_chat(draft, rendered))
+    else:
+        body = _event_body(draft, rendered)
+    if draft.channel == "in_app" and escape != "text":
+        rendered = render_content(draft)  # the feed has its own way to escape
+    url = data_url(draft) if settings.url_from is not None else None
+    return Message(body, "application/json", url=url, summary=rendered)
+
+
+# -- chat services: what each of them wants as a body, and how much of it ----------------------------------------------
+
+
+def fit(text: str, most: int, size: Callable[[str], int] = len) -> str:
+    """A text no larger than `most`: whole lines go first, from the end, with how many there were; then characters."""
+    if size(text) <= most:
+        return text
+    lines = text.rstrip("\n").split("\n")
+    low, high = 0, len(lines) - 1
+    while low < high:  # the most lines that fit
+        middle = (low + high + 1) // 2
+        if size("\n".join(lines[:middle]) + _more(len(lines) - middle)) <= most:
+            low = middle
+        else:
+            high = middle - 1
+    if low:
+        return "\n".join(lines[:low]) + _more(len(lines) - low)
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if size(text[:middle] + "…") <= most else (low, middle - 1)
+    return re.sub(r"(?:&[a-z]{0,4}|\\)$", "", text[:low]) + "…"  # not in the middle of what was escaped
+
+
+def _more(count: int) -> str:
+    return f"\n… and {count} more"
+
+
+def utf16_size(text: str) -> int:
+    """The length of a text as JavaScript and Telegram count it."""
+    return len(text.encode("utf-16-le", "surrogatepass")) // 2
+
+
+def utf8_size(text: str) -> int:
+    """The length of a text in bytes as it is sent."""
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _slack(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    sections, rest = [f"*{title}*"], fit(text.strip("\n"), 11_000)
+    while rest:
+        part = rest if len(rest) <= 3000 else rest[: rest.rfind("\n", 1, 3000) if "\n" in rest[1:3000] else 2900]
+        part = re.sub(r"&[a-z]{0,4}$", "", part)  # what is escaped stays whole
+        sections.append(part)
+        rest = rest[len(part) :].lstrip("\n")
+    blocks = [{"type": "section", "text": {"type": "mrkdwn", "text": part}} for part in sections if part.strip()]
+    return {"text": title, "blocks": blocks}
+
+
+def _discord(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    body: dict[str, Any] = {"content": f"**{title}**", "allowed_mentions": {"parse": []}}
+    return {**body, "embeds": [{"description": fit(text, 4096, utf16_size)}]} if text.strip() else body
+
+
+def _teams(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    block = {"type": "TextBlock", "wrap": True}
+    spaced = functools.partial(re.sub, "\n", "\n\n")  # one line break alone is a blank there
+    lines = spaced(fit(text.strip("\n"), 24_000, lambda part: utf8_size(_dumps(spaced(part)))))
+    head, tail = {**block, "text": title, "weight": "Bolder", "size": "Medium"}, {**block, "text": lines}
+    card = {
+        "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
+        "type": "AdaptiveCard",
+        "version": "1.4",
+        "body": [head, tail] if lines.strip() else [head],
+    }
+    kind = "application/vnd.microsoft.card.adaptive"
+    return {"type": "message", "attachments": [{"contentType": kind, "content": card}]}
+
+
+def _telegram(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    head = f"<b>{title}</b>"
+    room = 4096 - utf16_size(head) - 2
+    whole = fit(text.strip("\n"), room, utf16_size)
+    if whole != text.strip("\n"):  # a tag that was opened may have lost its end, and such a text is refused
+        whole = fit(re.sub(r"<[^>]*>", "", text.strip("\n")), room, utf16_size)
+    return {
+        "chat_id": draft.sender.chat_id,
+        "text": f"{head}\n\n{whole}" if whole.strip() else head,
+        "parse_mode": "HTML",
+        "link_preview_options": {"is_disabled": True},
+    }
+
+
+def _ntfy(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    settings = draft.sender
+    body = {"topic": settings.topic, "title": title, "message": fit(text.strip("\n"), 4000, utf8_size) or title}
+    options = {"priority": settings.priority, "tags": settings.tags or None}
+    return {**body, **{name: value for name, value in options.items() if value is not None}}
+
+
+def _mattermost(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    body = {"text": fit(f"**{title}**\n\n{text}".rstrip("\n"), 16_000)}
+    options = {"username": draft.sender.username, "icon_url": draft.sender.icon_url}
+    return {**body, **{name: value for name, value in options.items() if value is not None}}
+
+
+def _googlechat(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    place = "/".join(filter(None, (draft.workflow, draft.subscriber.get("subscriberId"), draft.digest_key)))
+    thread = hashlib.sha256((place or str(draft.repeatable.get("name"))).encode()).hexdigest()[:24]
+    return {"text": fit(f"*{title}*\n{text}".rstrip("\n"), 4000, utf8_size), "thread": {"threadKey": thread}}
+
+
+def _apprise(title: str, text: str, draft: Draft) -> dict[str, Any]:
+    body = {"title": title, "body": fit(text, 1_000_000) or title, "type": "info", "format": "text"}
+    return {**body, "tag": draft.sender.tag} if draft.sender.tag else body
+
+
+_CHATS: dict[str, Callable[[str, str, Draft], dict[str, Any]]] = {
+    "slack": _slack, "discord": _discord, "teams": _teams, "telegram": _telegram, "ntfy": _ntfy,
+    "mattermost": _mattermost, "googlechat": _googlechat, "apprise": _apprise,
+}  # fmt: skip
+
+
+def compose_chat(draft: Draft, rendered: dict[str, Any]) -> dict[str, Any]:
+    """The body that a chat service wants (facts on webhooks, 4d): no longer than it takes, and without a way for an
+    event to write markup or to call people."""
+    escape = ESCAPES[draft.sender.service.escape]
+    text = rendered["text"] if "text" in rendered else escape(_readable(draft, rendered))
+    return _CHATS[draft.sender.preset](escape(_default_subject(draft, rendered)), text, draft)
 
 
 def _readable(draft: Draft, rendered: dict[str, Any]) -> str:
@@ -5733,9 +6326,50 @@ def _mailbox_header(name: str, address: str) -> str:
     )
 
 
+def _thread_root(draft: Draft, domain: str) -> str | None:
+    """The invented message that all mails of a thread answer to; it need not exist (facts on mail, 3b)."""
+    kind = draft.sender.thread
+    if kind == "none":
+        return None
+    place = [draft.workflow or "", draft.subscriber.get("subscriberId", "")]
+    if kind == "key":
+        place.append(draft.digest_key)
+    elif kind in ("day", "month"):
+        day = local_time(draft.created_at, load_zone(draft.subscriber.get("timezone") or "UTC"))
+        place.append(day.strftime("%Y-%m-%d" if kind == "day" else "%Y-%m"))
+    return f"<thread.{hashlib.sha256(canonical_json(place).encode()).hexdigest()[:32]}@{domain}>"
+
+
+def _mail_headers(draft: Draft, subject: str, to: str) -> Iterator[tuple[str, str]]:
+    """The headers of a digest's mail (facts on mail, 3b), each in ASCII but for a local part that is none."""
+    import email.utils
+
+    from_name, from_address = email.utils.parseaddr(draft.sender.sender)
+    from_address = _ascii_domain(from_address)
+    domain = from_address.rpartition("@")[2]
+    names = " ".join(draft.subscriber.get(part, "") for part in ("firstName", "lastName")).strip()
+    list_name = re.sub(r"[^A-Za-z0-9-]+", "-", draft.workflow or "digestd").strip("-")[:60] or "digestd"
+    yield "From", _mailbox_header(from_name, from_address)
+    if draft.sender.reply_to is not None:
+        reply_name, reply_address = email.utils.parseaddr(draft.sender.reply_to)
+        yield "Reply-To", _mailbox_header(reply_name, _ascii_domain(reply_address))
+    yield "To", _mailbox_header(_clean_line(names), to)
+    yield "Subject", _header_text(subject)
+    yield "Message-ID", f"<{draft.public_id}@{domain}>"
+    yield "Date", email.utils.format_datetime(EPOCH + dt.timedelta(milliseconds=draft.now))
+    root = _thread_root(draft, domain)
+    if root is not None:
+        yield "In-Reply-To", root
+        yield "References", root
+    yield "List-Id", f"<{list_name}.digestd.{domain}>"
+    if draft.unsubscribe is not None:
+        yield "List-Unsubscribe", f"<{draft.unsubscribe}>"
+        yield "List-Unsubscribe-Post", "List-Unsubscribe=One-Click"
+    yield "Auto-Submitted", "auto-generated"
+
+
 def compose_mail(draft: Draft, rendered: dict[str, Any]) -> Message:
     """A finished mail: multipart/alternative where there is HTML, stable Message-ID, no header line over 900 bytes."""
-    import email.utils
     from email.charset import QP, Charset
     from email.generator import BytesGenerator
     from email.mime.multipart import MIMEMultipart
@@ -5750,22 +6384,8 @@ def compose_mail(draft: Draft, rendered: dict[str, Any]) -> Message:
         mail = MIMEMultipart("alternative", boundary=f"=_{draft.public_id}")
         mail.attach(text)
         mail.attach(MIMEText(rendered["html"].replace("\x00", ""), "html", charset))  # type: ignore[arg-type]
-    to = _ascii_domain(draft.subscriber["email"])
-    from_name, from_address = email.utils.parseaddr(draft.sender.sender)
-    from_address = _ascii_domain(from_address)
-    domain = from_address.rpartition("@")[2]
-    names = " ".join(draft.subscriber.get(part, "") for part in ("firstName", "lastName")).strip()
-    subject = _default_subject(draft, rendered)
-    list_name = re.sub(r"[^A-Za-z0-9-]+", "-", draft.workflow or "digestd").strip("-")[:60] or "digestd"
-    for name, value in (
-        ("From", _mailbox_header(from_name, from_address)),
-        ("To", _mailbox_header(_clean_line(names), to)),
-        ("Subject", _header_text(subject)),
-        ("Message-ID", f"<{draft.public_id}@{domain}>"),
-        ("Date", email.utils.format_datetime(EPOCH + dt.timedelta(milliseconds=draft.now))),
-        ("List-Id", f"<{list_name}.digestd.{domain}>"),
-        ("Auto-Submitted", "auto-generated"),
-    ):
+    subject, to = _default_subject(draft, rendered), _ascii_domain(draft.subscriber["email"])
+    for name, value in _mail_headers(draft, subject, to):
         mail[name] = value
     out = io.BytesIO()
     policy = compat32.clone(linesep="\r\n", max_line_length=998)
@@ -5775,13 +6395,15 @@ def compose_mail(draft: Draft, rendered: dict[str, Any]) -> Message:
         "message/rfc822",
         subject,
         to,
-        {"subject": subject, **rendered, "to": to},
+        summary={"subject": subject, **rendered, "to": to},
     )
 
 
 def missing_address(draft: Draft) -> str | None:
     """Why a message has nobody to go to; None when its sender needs no address or there is one."""
-    if not isinstance(draft.sender, SmtpSettings):
+    if isinstance(draft.sender, WebhookSettings) and draft.sender.url_from is not None:
+        return None if data_url(draft) is not None else f"nothing stands at {draft.sender.url_from}"
+    if not isinstance(draft.sender, MailSettings):
         return None
     if draft.repeatable:
         return "a repeatable's message by mail has no recipient; let it trigger a workflow with an email step"
@@ -5794,12 +6416,10 @@ def missing_address(draft: Draft) -> str | None:
 def compose(draft: Draft) -> Message:
     """The finished message of a draft. Pure, so that it may run in a thread. Raises PermanentFailure."""
     try:
-        rendered = render_content(draft)
         if isinstance(draft.sender, WebhookSettings):
-            return compose_webhook(draft, rendered)
-        if isinstance(draft.sender, SmtpSettings):
-            return compose_mail(draft, rendered)
-        return compose_log(draft, rendered)
+            return compose_webhook(draft)
+        rendered = render_content(draft)
+        return compose_mail(draft, rendered) if isinstance(draft.sender, MailSettings) else compose_log(draft, rendered)
     except PermanentFailure:
         raise
     except Exception as error:
@@ -5811,7 +6431,7 @@ def is_heavy(draft: Draft) -> bool:
     """Whether composing takes so long that it belongs in a thread."""
     events = draft.events
     return (
-        len(events) > 200 or isinstance(draft.sender, SmtpSettings) or sum(len(e.payload_text) for e in events) > LARGE
+        len(events) > 200 or isinstance(draft.sender, MailSettings) or sum(len(e.payload_text) for e in events) > LARGE
     )
 
 
@@ -5825,6 +6445,9 @@ class Room:
 
     def __init__(self, total: int, senders: Mapping[str, Any]) -> None:
         self.under_way: dict[str, int] = {}
+        self.lanes: set[str] = set()  # those in which a try is under way
+        self.parked: dict[str, str] = {}  # lanes in which jobs wait behind it, with their sender
+        self.freed: set[str] = set()  # of those, the ones whose try has ended
         self.begun: dict[str, tuple[int, ...]] = {}  # when the tries of the last minute began, of senders with a rate
         self.wake_at: int | None = None  # when the rate of one lets what waits for it begin
         self.fit(total, senders)
@@ -5855,27 +6478,32 @@ class Room:
         recent = self._recent(sender, now) if rate else ()
         return recent[-rate] + MINUTE if rate and len(recent) >= rate else None
 
-    def begin(self, sender: str, now: int) -> None:
+    def begin(self, sender: str, now: int, lane: str = "") -> None:
         if sender not in self.logs:
             self.under_way[sender] = self.under_way.get(sender, 0) + 1
+        if lane:
+            self.lanes.add(lane)
         if getattr(self.senders[sender], "max_per_minute", None):
             self.begun[sender] = (*self.begun.get(sender, ()), now)
 
-    def end(self, sender: str) -> None:
+    def end(self, sender: str, lane: str = "") -> None:
         if sender in self.under_way:
             self.under_way[sender] = max(0, self.under_way[sender] - 1)
+        self.lanes.discard(lane)
+        if lane in self.parked:
+            self.freed.add(lane)
 
     def recall(self, tries: Iterable[tuple[str, int]]) -> None:
         """Tries of the last minute that a former process began: (sender, when)."""
         for sender, at in tries:
             self.begun[sender] = (*self.begun.get(sender, ()), at)
 
-    def kept(self) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    def kept(self) -> tuple[Any, ...]:
         """What `restore` needs to undo what a transaction began that was rolled back."""
-        return dict(self.under_way), dict(self.begun)
+        return dict(self.under_way), dict(self.begun), set(self.lanes), dict(self.parked), set(self.freed)
 
-    def restore(self, kept: tuple[dict[str, int], dict[str, tuple[int, ...]]]) -> None:
-        self.under_way, self.begun = kept
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        self.under_way, self.begun, self.lanes, self.parked, self.freed = kept
 
     def fit(self, total: int, senders: Mapping[str, Any]) -> None:
         """Take over a config, by its senders' names; what is under way stays counted."""
@@ -5897,8 +6525,7 @@ def recent_tries(config: Config, now: int) -> list[tuple[str, int]]:
 
 def _message_text(message: Message) -> str:
     """A composed message as its job keeps it until it is final: every try sends the same bytes."""
-    kept = {"body": message.body, "content_type": message.content_type, "subject": message.subject, "to": message.to}
-    return json.dumps({**kept, "summary": dict(message.summary)})
+    return json.dumps({**message._asdict(), "summary": dict(message.summary)})
 
 
 def _end_without_sending(config: Config, job: WaitingJob, state: str, reason: str, now: int) -> None:
@@ -5927,6 +6554,12 @@ def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft
     return None
 
 
+def lane_of(job: WaitingJob, sender: str) -> str:
+    """The lane of a job: no two messages for one subscriber and key are on their way to one place at once, so that the
+    newer one does not arrive first. '' for a repeatable's, which have none."""
+    return "" if job.repeatable_id is not None else _dumps([sender, job.subscriber_id, job.digest_key or ""])
+
+
 def _claim_of(config: Config, job: WaitingJob, name: str, count: int, now: int) -> Claim | None:
     """The claim of a job, with its message where that is quick; None when there is nothing to send after all."""
     draft = _first_draft(config, job, now, count) if job.message is None else None
@@ -5934,7 +6567,7 @@ def _claim_of(config: Config, job: WaitingJob, name: str, count: int, now: int) 
         return None
     claim = Claim(
         job.id, 0, 0, now, job.public_id, name, config.senders[name], job.run_id, job.workflow, job.step, job.tries,
-        draft=draft,
+        "" if isinstance(config.senders[name], LogSettings) else lane_of(job, name), draft=draft,
     )  # fmt: skip
     if draft is None:
         claim.message = Message(**json.loads(job.message or "{}"))
@@ -5981,29 +6614,77 @@ def keep_composed(claim: Claim, now: int) -> None:
         write_inbox(claim.draft, claim.message, now)
 
 
-def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
-    """Stage: jobs (waiting) -> active, as many as each sender has room for; the tries that are now to be made."""
-    claims: list[Claim] = []
-    for name in config.senders:
-        free = room.free(name, now)
-        jobs = list(map(WaitingJob._make, rows(_WAITING_JOBS, name, now, free))) if free else []
-        counts = take_runs([job.run_id for job in jobs if job.type == "message"], now)
-        for job in jobs:
-            claim = _claim_of(config, job, name, counts.get(job.run_id, 0), now)
-            if claim is not None:
-                room.begin(name, now)
-                claims.append(claim)
-        opens_at = room.opens_at(name, now)
-        if opens_at is not None and row("SELECT 1 FROM jobs WHERE state = 'waiting' AND sender = ? LIMIT 1", name):
-            room.wake_at = min(opens_at, room.wake_at or opens_at)
+def _open_lanes(room: Room) -> None:
+    """Where a try has ended, the next one of its lane may be taken."""
+    for lane in sorted(room.freed):
+        wanted = (
+            "SELECT id FROM jobs WHERE state = 'waiting' AND sender = ? AND lane = ?"
+            " ORDER BY type = 'message', due_at, id LIMIT 1"
+        )
+        if not execute(f"UPDATE jobs SET lane = '' WHERE id = ({wanted})", room.parked[lane], lane):
+            del room.parked[lane]
+    room.freed.clear()
+
+
+def unpark_jobs(lanes: Iterable[str] = ()) -> int:
+    """Let jobs out of every lane but these, in which a try is under way; how many. What ended a lane's try may have
+    left others behind it: a cancel, a change of the config, the end of the process."""
+    text = "UPDATE jobs SET lane = '' WHERE state = 'waiting' AND lane <> '' AND lane NOT IN"
+    return execute(f"{text} (SELECT value FROM json_each(?))", json.dumps(sorted(lanes)))
+
+
+def _claim_by(config: Config, name: str, free: int, now: int, room: Room) -> tuple[list[Claim], int]:
+    """The claims of one sender, no more than `free`; and how many jobs were found to wait for another one's end."""
+    jobs = list(map(WaitingJob._make, rows(_WAITING_JOBS, name, now, free)))
+    counts = take_runs([job.run_id for job in jobs if job.type == "message"], now)
+    claims, behind = [], []
+    for job in jobs:
+        lane = lane_of(job, name)
+        if lane in room.lanes:
+            behind.append((lane, job.id))
+            continue
+        claim = _claim_of(config, job, name, counts.get(job.run_id, 0), now)
+        if claim is not None:
+            room.begin(name, now, claim.lane)
+            claims.append(claim)
+    if behind:
+        execute_many("UPDATE jobs SET lane = ? WHERE id = ?", behind)
+        room.parked |= dict.fromkeys((lane for lane, _ in behind), name)
     if claims:
         _activate(claims, now)
+    return claims, len(behind)
+
+
+def claim_jobs(config: Config, now: int, room: Room) -> list[Claim]:
+    """Stage: jobs (waiting) -> active, as many as each sender has room for; the tries that are now to be made. Those
+    of a disabled sender stay waiting."""
+    claims: list[Claim] = []
+    _open_lanes(room)
+    for name in config.senders:
+        if sender_is_disabled(name):
+            continue
+        parked = 0
+        while free := room.free(name, now):
+            found, behind = _claim_by(config, name, free, now, room)
+            claims += found
+            parked += behind
+            if not behind or parked >= BATCH:
+                break
+        opens_at = room.opens_at(name, now)
+        if parked >= BATCH:
+            opens_at = now  # there may be more behind them
+        if opens_at is not None and row("SELECT 1 FROM jobs WHERE state = 'waiting' AND sender = ? LIMIT 1", name):
+            room.wake_at = min(opens_at, room.wake_at or opens_at)
     return claims
 
 
 def rebind_jobs(config: Config, now: int) -> None:
     """After the config changed: jobs that have no message yet go by the sender their step now names, and those whose
-    sender is gone fail, where a person sees them."""
+    sender is gone fail, where a person sees them. What is remembered of such a sender is forgotten."""
+    unpark_jobs()
+    forgotten = "DELETE FROM senders WHERE name NOT IN (SELECT value FROM json_each(?))"
+    execute(forgotten, json.dumps(list(config.senders)))
+    database.sender_states = None
     for job_id, state, name, has_message, run_id, workflow_name, step_id in rows(
         "SELECT j.id, j.state, j.sender, j.message IS NOT NULL, r.id, r.workflow, j.step"
         " FROM jobs j JOIN runs r ON r.id = j.run_id"
@@ -6058,6 +6739,25 @@ def judge_status(status: int, location: str = "") -> tuple[str, str]:
     return "permanent", f"HTTP {status}"
 
 
+def judge_chat(preset: str, status: int, said: bytes) -> tuple[str, str, int | None]:
+    """The same for the services of presets, some of which say it otherwise: (outcome, reason, wait in ms)."""
+    outcome, reason = judge_status(status)
+    told: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(said)
+    told = told if isinstance(told, dict) else {}
+    if preset == "apprise" and status == 204:
+        return "permanent", "HTTP 204: Apprise has nobody under this key and tag", None
+    if preset == "apprise" and status == 424:
+        return "temporary", "HTTP 424: some of Apprise's services failed", None
+    if preset == "telegram" and outcome == "sent" and told.get("ok") is False:
+        return "permanent", "HTTP 200, but not ok", None
+    inner = told.get("parameters") if isinstance(told.get("parameters"), dict) else told
+    wait = inner.get("retry_after") if outcome == "temporary" and isinstance(inner, dict) else None
+    is_span = isinstance(wait, (int, float)) and not isinstance(wait, bool) and 0 <= wait < 1e9
+    return outcome, reason, min(DAY, int(wait * SECOND)) if is_span else None  # type: ignore[operator]
+
+
 def parse_retry_after(text: str | None) -> tuple[int | None, int | None]:
     """A Retry-After header as (span in ms, instant in ms); both None where there is none that can be read."""
     if text is None:
@@ -6078,62 +6778,111 @@ class Senders:
     """The transports, with the connections they keep. Use from one loop; `close` when done."""
 
     def __init__(self) -> None:
-        self.session: Any = None
+        self.sessions: dict[tuple[Any, ...], Any] = {}  # by what their connections depend on
+        self.lines: list[MailLine] = []  # to mail servers, idle
 
     async def send(self, claim: Claim) -> SendResult:
         """Make one try. Never raises: what goes wrong is the result, and a bug is a temporary failure."""
-        line: Any = None
         try:
             async with asyncio.timeout(claim.sender.timeout / SECOND):
                 if isinstance(claim.sender, WebhookSettings):
                     return await self._send_webhook(claim)
                 if isinstance(claim.sender, SmtpSettings):
-                    line = mail_line(claim.sender)
-                    return await send_mail(line, claim)
+                    return await self._send_by_smtp(claim)
+                if isinstance(claim.sender, SendmailSettings):
+                    return await send_by_command(claim)
                 return send_to_log(claim)
         except TimeoutError:
             return result_of(claim, "temporary", f"no answer within {duration_text(claim.sender.timeout)}")
         except Exception as error:
             log.exception("a bug met the try %s of job %s", claim.number, claim.job_id)
             return result_of(claim, "temporary", bug_text(error))
-        finally:
-            if (
-                line is not None
-            ):  # outside the try's time: a server that is silent at QUIT has taken the mail all the same
-                await _hang_up(line)
+
+    def _session(self, settings: WebhookSettings) -> Any:
+        """The connections that a sender shares with those that trust and reach the same."""
+        import aiohttp
+
+        by_environment = settings.proxy == "environment"
+        allowed = tuple(settings.allow_addresses) if settings.url_from is not None else None
+        key = (settings.ca_file, by_environment, allowed)
+        if key not in self.sessions:
+            connector = aiohttp.TCPConnector(
+                limit=0, ttl_dns_cache=30, use_dns_cache=allowed is None, resolver=guarded_resolver(allowed),
+                ssl=_tls_context(settings.ca_file) if settings.ca_file else True,
+            )  # fmt: skip
+            self.sessions[key] = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False, trust_env=by_environment,
+            )  # fmt: skip
+        return self.sessions[key]
 
     async def _send_webhook(self, claim: Claim) -> SendResult:
         import aiohttp
 
-        settings, body, headers = claim.sender, _body_of(claim), _webhook_headers(claim)
-        if self.session is None:
-            connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=30)
-            self.session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )  # fmt: skip
+        settings, url = claim.sender, webhook_target(claim)
+        proxy = settings.proxy if settings.proxy != "environment" else None
         try:
-            async with self.session.post(settings.url, data=body, headers=headers, allow_redirects=False) as reply:
-                outcome, reason = judge_status(reply.status, _shown_url(reply.headers.get("Location", "")))
-                said = hide_url(await _read_reply(reply, settings.timeout), settings.url)
-                later = reply.headers.get("Retry-After") if outcome == "temporary" else None
-                words = ": ".join(part for part in (reason, said) if part)
-                return result_of(claim, outcome, words or None, reply.status, *parse_retry_after(later))
+            refuse_address(url.host or "", settings.allow_addresses if settings.url_from is not None else None)
+            async with self._session(settings).post(
+                url, data=_body_of(claim), headers=_webhook_headers(claim), allow_redirects=False, proxy=proxy
+            ) as reply:
+                return await _judge_reply(claim, reply, str(url))
+        except PermanentFailure as error:
+            return result_of(claim, "permanent", error.message)
         except aiohttp.ClientError as error:
             return result_of(claim, "temporary", _connection_words(error))
 
+    async def _send_by_smtp(self, claim: Claim) -> SendResult:
+        """One mail, over a connection that is kept where there is one. One that had been idle and breaks before the
+        text of the mail was no try: the server had long closed it, and another one is made."""
+        while True:
+            line = self._idle_line(claim.sender) or MailLine(claim.sender)
+            try:
+                result = await send_mail(line, claim)
+            finally:
+                self._keep_line(line)
+            if not (result.at_once and line.uses > 1):
+                return result
+
+    def _idle_line(self, settings: SmtpSettings) -> MailLine | None:
+        """A connection that is idle, to the server of these settings."""
+        for line in self.lines:
+            if line.settings is settings:
+                self.lines.remove(line)
+                line.wake()
+                return line
+        return None
+
+    def _keep_line(self, line: MailLine) -> None:
+        """Keep a connection for the next mail for a while, unless it is of no more use."""
+        if line.is_broken or line.uses >= MAIL_REUSES:
+            line.drop()
+            return
+        self.lines.append(line)
+        line.rest(lambda: self._let_go(line))
+
+    def _let_go(self, line: MailLine) -> None:
+        if line in self.lines:
+            self.lines.remove(line)
+            line.goodbye = asyncio.ensure_future(line.hang_up())
+
     async def close(self) -> None:
         """Close the connections that are kept."""
-        if self.session is not None:
-            await self.session.close()
-            self.session = None
+        for session in self.sessions.values():
+            await session.close()
+        self.sessions.clear()
+        lines, self.lines = self.lines, []
+        for line in lines:
+            line.wake()
+        await asyncio.gather(*(line.hang_up() for line in lines))
 
 
 def result_of(
     claim: Claim, outcome: str, reason: str | None = None, status_code: int | None = None,
-    retry_after_ms: int | None = None, retry_at: int | None = None,
+    retry_after_ms: int | None = None, retry_at: int | None = None, cause: str | None = None,
 ) -> SendResult:  # fmt: skip
-    return SendResult(claim.job_id, claim.attempt_id, outcome, reason, status_code, retry_after_ms, retry_at)
+    said = (outcome, reason, status_code, retry_after_ms, retry_at)
+    return SendResult(claim.job_id, claim.attempt_id, *said, cause=cause)
 
 
 def _body_of(claim: Claim) -> bytes:
@@ -6141,23 +6890,104 @@ def _body_of(claim: Claim) -> bytes:
     return claim.message.body.encode("utf-8", "surrogateescape")
 
 
-def _webhook_headers(claim: Claim) -> dict[str, str]:
-    """Standard Webhooks: the same id on every try, the time and the signature of this one."""
+def webhook_target(claim: Claim) -> Any:
+    """Where a webhook goes."""
+    import yarl
+
     assert claim.message is not None
-    timestamp_s, secret = claim.started_at // SECOND, claim.sender.secret
+    settings = claim.sender
+    url = yarl.URL(claim.message.url or settings.url or settings.service.url or "")
+    if settings.preset == "telegram":
+        return url / f"bot{settings.token.get_secret_value()}/sendMessage"
+    if settings.preset == "googlechat":
+        return url.update_query(messageReplyOption="REPLY_MESSAGE_FALLBACK_TO_NEW_THREAD")
+    return url
+
+
+def _webhook_headers(claim: Claim) -> dict[str, str]:
+    """Standard Webhooks: the same id on every try, the time and the signatures of this one, one for each secret."""
+    assert claim.message is not None
+    settings, timestamp_s = claim.sender, claim.started_at // SECOND
     headers = {
         "Content-Type": claim.message.content_type,
         "User-Agent": f"digestd/{__version__}",
         "webhook-id": claim.public_id,
         "webhook-timestamp": str(timestamp_s),
+        "Idempotency-Key": claim.public_id,
     }
-    if secret is not None:
-        signature = sign_webhook(secret.get_secret_value(), claim.public_id, timestamp_s, _body_of(claim))
-        headers["webhook-signature"] = signature
+    if settings.secret:
+        body, keys = _body_of(claim), [key.get_secret_value() for key in settings.secret]
+        headers["webhook-signature"] = " ".join(sign_webhook(key, claim.public_id, timestamp_s, body) for key in keys)
+    if settings.preset == "ntfy" and settings.token is not None:
+        headers["Authorization"] = f"Bearer {settings.token.get_secret_value()}"
+    own = {name.lower(): name for name in headers}
+    for name, value in settings.headers.items():
+        headers[own.get(name.lower(), name)] = value.get_secret_value()
     return headers
 
 
-async def _read_reply(reply: Any, timeout_ms: int) -> str:
+_NAT64 = "64:ff9b::/96"
+_METADATA = "fd00:ec2::254"
+
+
+def refuse_address(text: str, allowed: Sequence[str] | None) -> None:
+    """Refuse an address that no message may go to. Raises PermanentFailure; a name passes, for it is looked up later.
+
+    `allowed` is None where the config names the URL: then all are reached but those of the link, where clouds tell
+    their secrets. Where data names it, only public addresses are, and the networks in `allowed`.
+    """
+    import ipaddress
+
+    try:
+        address: Any = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return
+    if address.version == 6:
+        inside = address.ipv4_mapped or address.sixtofour
+        if inside is None and address in ipaddress.ip_network(_NAT64):
+            inside = ipaddress.ip_address(int(address) & 0xFFFFFFFF)
+        address = inside or address
+    if address.is_link_local or str(address) == _METADATA:
+        raise PermanentFailure(f"{text} is an address of the link alone, and no message goes there")
+    if allowed is None or any(address in ipaddress.ip_network(network) for network in allowed):
+        return
+    if not address.is_global or address.is_multicast:
+        words = "is not a public address, and the URL comes from data; allow_addresses of the sender names networks"
+        raise PermanentFailure(f"{text} {words}")
+
+
+def guarded_resolver(allowed: Sequence[str] | None) -> Any:
+    """A resolver that refuses a name when any of its addresses is to be refused. What it gives is what is connected to,
+    so there is no second look-up that could say something else."""
+    import aiohttp
+
+    class Guarded(aiohttp.ThreadedResolver):
+        async def resolve(self, *name: Any, **options: Any) -> Any:
+            found = await super().resolve(*name, **options)
+            for one in found:
+                refuse_address(one["host"], allowed)
+            return found
+
+    return Guarded()
+
+
+async def _judge_reply(claim: Claim, reply: Any, url: str) -> SendResult:
+    """What an answer means, with the beginning of what it said."""
+    settings = claim.sender
+    data = await _read_reply(reply, settings.timeout)
+    outcome, reason = judge_status(reply.status, _shown_url(reply.headers.get("Location", "")))
+    wait_ms, wait_at = parse_retry_after(reply.headers.get("Retry-After") if outcome == "temporary" else None)
+    if settings.preset is not None:
+        outcome, reason, told_ms = judge_chat(settings.preset, reply.status, data)
+        wait_ms = max(wait_ms or 0, told_ms or 0) or None
+    words = ": ".join(part for part in (reason, hide_url(short_reply(data), url)) if part)
+    if outcome == "temporary" and reply.headers.get("webhook-delivery", "").strip().lower() == "abort-message":
+        return result_of(claim, "permanent", f"the receiver wants no more tries: {words}", reply.status)
+    gone = reply.status in settings.service.gone and settings.url_from is None
+    return result_of(claim, outcome, words or None, reply.status, wait_ms, wait_at, "gone" if gone else None)
+
+
+async def _read_reply(reply: Any, timeout_ms: int) -> bytes:
     """The beginning of an answer's body. The status has decided: a body that is broken or late changes nothing."""
     import aiohttp
 
@@ -6165,7 +6995,7 @@ async def _read_reply(reply: Any, timeout_ms: int) -> str:
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with asyncio.timeout(min(2, timeout_ms / SECOND / 4)):
             data = await reply.content.read(MAX_REPLY)
-    return short_reply(data)
+    return data
 
 
 def hide_url(text: str, url: str) -> str:
@@ -6209,83 +7039,145 @@ def _connection_words(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _tls_context(settings: SmtpSettings) -> ssl.SSLContext:
+def _tls_context(ca_file: str | None, server_name: str | None = None) -> ssl.SSLContext:
+    """TLS that checks who answers: by the system's authorities or by a file, by the host's name or by another one."""
     import ssl
 
-    context = ssl.create_default_context(cafile=settings.ca_file)
+    class Named(ssl.SSLContext):
+        def wrap_bio(self, *streams: Any, **options: Any) -> Any:
+            return super().wrap_bio(*streams, **options | {"server_hostname": server_name})
+
+    context = ssl.create_default_context(cafile=ca_file)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if server_name is not None:
+        context.__class__ = Named
     return context
 
 
-def _sender_address(settings: SmtpSettings) -> str:
+def _sender_address(settings: MailSettings) -> str:
     import email.utils
 
     return _ascii_domain(email.utils.parseaddr(settings.sender)[1])
 
 
-def mail_line(settings: SmtpSettings) -> Any:
-    """A connection to a mail server, not yet made."""
-    import aiosmtplib
-
-    hello = _ascii_domain(f"@{settings.hello}")[1:] if settings.hello else _sender_address(settings).rpartition("@")[2]
-    return aiosmtplib.SMTP(
-        hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND, local_hostname=hello,
-        start_tls=settings.tls == "starttls", use_tls=settings.tls == "implicit",
-        tls_context=None if settings.tls == "none" else _tls_context(settings),
-    )  # fmt: skip
+MAIL_REUSES = 50  # mails over one connection
+MAIL_IDLE_S = 30.0  # that it waits for the next one
 
 
-async def _hang_up(line: Any) -> None:
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(line.quit(), 1)
-    line.close()
+class MailLine:
+    """A connection to a mail server, made when it is first used. `stage` is how far the mail at hand has come."""
+
+    def __init__(self, settings: SmtpSettings) -> None:
+        import aiosmtplib
+
+        hello = _ascii_domain(f"@{settings.hello}")[1:] if settings.hello else None
+        self.settings = settings
+        self.smtp = aiosmtplib.SMTP(
+            hostname=settings.host, port=settings.port, timeout=settings.timeout / SECOND,
+            local_hostname=hello or _sender_address(settings).rpartition("@")[2],
+            start_tls=settings.tls == "starttls", use_tls=settings.tls == "implicit",
+            tls_context=None if settings.tls == "none" else _tls_context(settings.ca_file, settings.server_name),
+        )  # fmt: skip
+        self.uses = 0
+        self.stage = "connecting"
+        self.was_connected = False
+        self.is_broken = False
+        self.timer: Any = None
+        self.goodbye: Any = None
+
+    async def open(self) -> None:
+        """Ready for a mail: connected, under TLS as set, logged in."""
+        self.stage, self.uses = "connecting", self.uses + 1
+        if self.uses > 1:
+            return
+        await self.smtp.connect()
+        self.was_connected = True
+        if self.smtp.is_ehlo_or_helo_needed:
+            await self.smtp.ehlo()
+        if self.settings.username is None or self.settings.password is None:
+            return
+        self.stage = "login"
+        password = self.settings.password.get_secret_value()
+        if "plain" in self.smtp.supported_auth_methods:  # trying all methods would count a wrong password several times
+            await self.smtp.auth_plain(self.settings.username, password)
+        else:
+            await self.smtp.login(self.settings.username, password)
+
+    def rest(self, end: Callable[[], None]) -> None:
+        """Idle from now on; `end` is called when that lasts too long."""
+        self.timer = asyncio.get_running_loop().call_later(MAIL_IDLE_S, end)
+
+    def wake(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def drop(self) -> None:
+        """Close without a word: nothing that the server could say matters."""
+        self.smtp.close()
+
+    async def hang_up(self) -> None:
+        """Say goodbye; a server that is silent then has taken the mails all the same."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.smtp.quit(), 1)
+        self.smtp.close()
 
 
-async def _log_in(line: Any, settings: SmtpSettings) -> None:
-    """Log in by one method: trying them all would count a wrong password several times."""
-    if settings.username is None or settings.password is None:
-        return
-    password = settings.password.get_secret_value()
-    if "plain" in line.supported_auth_methods:
-        await line.auth_plain(settings.username, password)
-    else:
-        await line.login(settings.username, password)
-
-
-async def send_mail(line: Any, claim: Claim) -> SendResult:
-    """One mail over one connection: TLS as set, login, MAIL, RCPT, DATA."""
+async def send_mail(line: MailLine, claim: Claim) -> SendResult:
+    """One mail over one connection: MAIL, RCPT, DATA. The line is broken where it cannot take another one."""
     assert claim.message is not None
-    settings, to, stage = claim.sender, claim.message.to or "", "connecting"
+    settings, to, smtp = claim.sender, claim.message.to or "", line.smtp
+    line.is_broken = True  # until it is known not to be, also when this is given up in the middle
     try:
-        await line.connect()
-        if line.is_ehlo_or_helo_needed:
-            await line.ehlo()
-        await _log_in(line, settings)
-        sender, options, encoding = _sender_address(settings), [], "ascii"
+        await line.open()
+        line.stage = "envelope"
+        sender, options, wishes, encoding = _sender_address(settings), [], [], "ascii"
         if not (to + sender).isascii():
-            if not line.supports_extension("smtputf8"):
+            if not smtp.supports_extension("smtputf8"):
+                line.is_broken = False
                 return result_of(claim, "permanent", f"{to} needs SMTPUTF8, which the mail server does not offer")
             options, encoding = ["SMTPUTF8", "BODY=8BITMIME"], "utf-8"
-        await line.mail(sender, options=options, encoding=encoding)
-        await line.rcpt(to, encoding=encoding)
-        stage = "data"
-        code, said = await line.data(_body_of(claim))
+        if smtp.supports_extension("dsn"):  # a bounce names the message, and does not carry it back
+            options += ["RET=HDRS", f"ENVID={claim.public_id}"]
+            wishes.append("NOTIFY=FAILURE")
+        await smtp.mail(sender, options=options, encoding=encoding)
+        await smtp.rcpt(to, options=wishes, encoding=encoding)
+        line.stage = "data"
+        code, said = await smtp.data(_body_of(claim))
+        line.is_broken = False
         return result_of(claim, "sent", short_reply(said.encode()), code)
     except Exception as error:
-        return _judge_mail_error(claim, error, stage)
+        result = _judge_mail_error(claim, error, line.stage)
+        is_gone = isinstance(error, _disconnected()) or result.status_code == 421
+        if is_gone and line.was_connected and line.stage != "data":
+            return result._replace(at_once=result.cause is None)
+        if result.status_code is not None and result.status_code != 421 and line.stage in ("envelope", "data"):
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(smtp.rset(), 2)
+                line.is_broken = False
+        return result
+
+
+def _disconnected() -> tuple[type[Exception], ...]:
+    import aiosmtplib
+
+    return (aiosmtplib.SMTPServerDisconnected, ConnectionError)
 
 
 def _judge_mail_error(claim: Claim, error: Exception, stage: str) -> SendResult:
-    """What an SMTP error means: 5xx is final, but for a refused login, which a person mends; the rest comes again."""
+    """What an SMTP error means: 5xx is final, but for a full mailbox, which is given its time, and a refused login,
+    which a person mends; the rest comes again."""
     import ssl
 
     import aiosmtplib
 
     if isinstance(error, aiosmtplib.SMTPResponseException):
         said = f"{error.code} {short_reply(str(error.message).encode())}"
-        if isinstance(error, aiosmtplib.SMTPAuthenticationError):
-            return result_of(claim, "temporary", f"the login was refused: {said}", error.code)
-        return result_of(claim, "permanent" if error.code >= 500 else "temporary", said, error.code)
+        if stage == "login":
+            cause = "login" if error.code >= 500 else None
+            return result_of(claim, "temporary", f"the login was refused: {said}", error.code, cause=cause)
+        is_final = error.code >= 500 and not str(error.message).startswith("5.2.2") and stage != "connecting"
+        return result_of(claim, "permanent" if is_final else "temporary", said, error.code)
     if isinstance(error, aiosmtplib.SMTPNotSupported):
         return result_of(claim, "temporary", f"the server does not offer it: {one_line(str(error))}")
     if isinstance(error, (aiosmtplib.SMTPServerDisconnected, aiosmtplib.SMTPReadTimeoutError)):
@@ -6294,6 +7186,34 @@ def _judge_mail_error(claim: Claim, error: Exception, stage: str) -> SendResult:
     if isinstance(error, (aiosmtplib.SMTPException, ssl.SSLError, OSError)):
         return result_of(claim, "temporary", one_line(str(error)) or type(error).__name__)
     raise error
+
+
+_FINAL_EXITS = {64, 65, 67, 68, 77, 78}  # of a sendmail; all others may mend themselves (facts on mail, 3c)
+
+
+async def send_by_command(claim: Claim) -> SendResult:
+    """A mail given to a program such as sendmail, which has its own queue. Recipients stand in its headers."""
+    settings, body = claim.sender, _body_of(claim).replace(b"\r\n", b"\n")
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *settings.command, stdin=pipe, stdout=nothing, stderr=pipe, start_new_session=True
+        )
+    except OSError as error:
+        return result_of(claim, "temporary", f"cannot run {settings.command[0]}: {os.strerror(error.errno or 0)}")
+    try:
+        _, said = await process.communicate(body)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    code = process.returncode or 0
+    if code == 0:
+        return result_of(claim, "sent")
+    ended = f"exit {code}" if code > 0 else f"ended by signal {-code}"
+    words = ": ".join(part for part in (ended, short_reply(said)) if part)
+    return result_of(claim, "permanent" if code in _FINAL_EXITS else "temporary", words, code)
 
 
 def send_to_log(claim: Claim) -> SendResult:
@@ -6383,6 +7303,7 @@ def _record_successes(config: Config, sent: Sequence[Sent], now: int) -> None:
     """active -> completed. The run goes on after the first try, whatever came of it; where the step says
     stop_on_failure, after the last."""
     _finish_attempts(sent, now)
+    _note_successes({claim.sender_name for claim, _ in sent})
     groups: dict[tuple[str | None, str, int], dict[int, int]] = {}
     for claim, _ in sent:
         step = claim.step if claim.workflow else ""  # a repeatable's run has no step to go on from
@@ -6398,6 +7319,87 @@ def _record_successes(config: Config, sent: Sequence[Sent], now: int) -> None:
             settle_runs(run_ids, now)
 
 
+def _note_successes(names: set[str]) -> None:
+    """A sender that works again: its failures no longer count. A disabled one stays so, though a try got through."""
+    failing = [name for name in names if sender_states().get(name) == "ok"]
+    if failing:
+        wanted = "name IN (SELECT value FROM json_each(?)) AND state = 'ok'"
+        execute(f"UPDATE senders SET failures = 0, failing_at = NULL WHERE {wanted}", json.dumps(failing))
+        database.sender_states = None
+
+
+_NOTE_FAILURE = """
+    INSERT INTO senders (name, failures, failing_at, failed_at, reason) VALUES (?, 1, ?, ?, ?)
+    ON CONFLICT (name) DO UPDATE SET
+        failing_at = CASE WHEN failures = 0 OR failed_at < ? THEN excluded.failing_at ELSE failing_at END,
+        failures = CASE WHEN failures = 0 OR failed_at < ? THEN 1 ELSE failures + 1 END,
+        failed_at = excluded.failed_at, reason = CASE state WHEN 'ok' THEN excluded.reason ELSE reason END
+    RETURNING state, failures, failing_at
+"""
+
+
+def _note_failure(config: Config, claim: Claim, result: SendResult, now: int) -> None:
+    """Count a failure of a sender. One that is gone, or whose login is refused, is disabled at once, and a webhook that
+    fails for days is too; a day without a try begins the count anew. Where each message has an address of its own, and
+    where the message alone is to blame, nothing is counted."""
+    settings = config.senders.get(claim.sender_name)
+    if settings is None or (result.outcome == "permanent" and result.status_code is None):
+        return
+    if result.cause is None and (not isinstance(settings, WebhookSettings) or settings.url_from is not None):
+        return
+    values = (claim.sender_name, now, now, result.reason, now - DAY, now - DAY)
+    state, failures, failing_at = row(_NOTE_FAILURE, *values)
+    database.sender_states = None
+    if state == "disabled":
+        return
+    if result.cause is not None:
+        disable_sender(config, claim.sender_name, result.cause, result.reason or "", now)
+    elif isinstance(settings, WebhookSettings) and failures >= FAILURES and now - failing_at >= settings.disable_after:
+        words = f"it has failed since {utc_text(failing_at)} UTC, {failures} times; the last answer: {result.reason}"
+        disable_sender(config, claim.sender_name, "failing", words, now)
+
+
+def disable_sender(config: Config, name: str, cause: str, reason: str, now: int) -> bool:
+    """ok -> disabled: its jobs stay waiting until it is enabled. Their runs go on, as after a first try. False when it
+    was disabled before."""
+    execute("INSERT INTO senders (name) VALUES (?) ON CONFLICT (name) DO NOTHING", name)
+    [row_id] = row("SELECT id FROM senders WHERE name = ?", name)
+    done = move(SenderRow, row_id, "ok", "disabled", disabled_at=now, cause=cause, reason=reason)
+    database.sender_states = None
+    if done:
+        log.error("sender %s is disabled, and its messages wait: %s", name, one_line(reason))
+        held: dict[tuple[str, str], list[int]] = {}
+        for run_id, workflow, step in rows(
+            "SELECT r.id, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+            " WHERE j.sender = ? AND j.state = 'waiting' AND j.tries = 0 AND r.workflow IS NOT NULL AND r.step = j.step"
+            " AND r.next_at IS NULL AND r.state = 'active'", name
+        ):  # fmt: skip
+            held.setdefault((workflow, step), []).append(run_id)
+        for (workflow, step), run_ids in held.items():
+            if not _stops_on_failure(config, workflow, step):
+                go_on(config, run_ids, workflow, step, now)
+    return done
+
+
+def enable_sender(name: str) -> bool:
+    """disabled -> ok: what waits for it is sent. False when it was not disabled."""
+    found = row("SELECT id FROM senders WHERE name = ?", name)
+    facts: dict[str, Any] = dict.fromkeys(("disabled_at", "cause", "reason", "failing_at"))
+    done = bool(found) and move(SenderRow, found[0], "disabled", "ok", failures=0, **facts)
+    database.sender_states = None
+    if done:
+        log.warning("sender %s is enabled", name)
+    return done
+
+
+def enable_mended(changed: Iterable[str] | None = None) -> None:
+    """Enable senders whose settings changed; at start, which nobody can compare, those whose login was refused. What a
+    person disabled stays so."""
+    for name, cause in rows("SELECT name, cause FROM senders WHERE state = 'disabled' AND cause <> 'person'"):
+        if cause == "login" if changed is None else name in changed:
+            enable_sender(name)
+
+
 def _warn_of_late_result(job_id: int) -> None:
     log.warning("the result of job %s comes too late: it is no longer active", job_id)
 
@@ -6406,6 +7408,7 @@ def _record_failure(config: Config, claim: Claim, result: SendResult, now: int) 
     """active -> failed, or delayed for another try; the run goes on or not, as after a success."""
     _finish_attempts([Sent(claim, result)], now)
     state = _move_by_failure(config, claim, result, now)
+    _note_failure(config, claim, result, now)
     if state is None:
         _warn_of_late_result(claim.job_id)
     elif _stops_on_failure(config, claim.workflow, claim.step):
@@ -6439,8 +7442,13 @@ def _move_by_failure(config: Config, claim: Claim, result: SendResult, now: int)
     job_id, tries = claim.job_id, claim.tries + 1
     if row("SELECT 1 FROM runs WHERE id = ? AND state = 'cancelled'", claim.run_id):  # while the try was under way
         return "cancelled" if _cancel_tried(job_id, now) else None
+    if result.cause is not None:  # no fault of the message: it waits for the sender
+        return "waiting" if move(Job, job_id, "active", "waiting", due_at=now) else None
     if result.outcome == "temporary":
         sender = config.senders.get(claim.sender_name)
+        if result.at_once and claim.number == 1 and sender is not None:  # beside the plan of tries, which is for later
+            log.info("job %s is tried again at once: %s", job_id, one_line(result.reason or ""))
+            return "delayed" if move(Job, job_id, "active", "delayed", due_at=now) else None
         due_at = next_try_at(_retry_settings(claim, sender), tries, now, result) if sender else None
         if due_at is not None:
             if not move(Job, job_id, "active", "delayed", tries=tries, due_at=due_at):
@@ -6472,6 +7480,7 @@ def recover_interrupted(config: Config, now: int) -> int:
         "SELECT j.id, j.run_id, j.step, j.tries, r.workflow, r.state FROM jobs j JOIN runs r ON r.id = j.run_id"
         " WHERE j.state = 'active'"
     )
+    unpark_jobs()
     suspects = 0
     for job_id, run_id, step, tries, workflow, run_state in found:
         times = _interrupted_in_a_row(job_id, now)
@@ -6946,7 +7955,7 @@ class Daemon:
                 reply.set_result(answer)
         for message in messages:
             if isinstance(message, Sent):
-                self.room.end(message.claim.sender_name)
+                self.room.end(message.claim.sender_name, message.claim.lane)
                 self.more = True  # its place is free for the next one
         for claim in report.claims:
             self._launch(claim)
@@ -7127,11 +8136,13 @@ class Daemon:
     async def _adopt(self, config: Config, why: str) -> None:
         self._warn_of_restart(config)
         open_work = touched_work(self.config, config)
+        changed = [name for name, sender in self.config.senders.items() if config.senders.get(name) != sender]
         now = self.clock.now()
         for wait_s in (0.1, 0.5, 1.0, 2.0, 5.0):
             try:
                 with transaction():
                     adopt_config(config, now)
+                    enable_mended(changed)
                     forget_refusal()
                 break
             except peewee.OperationalError:
@@ -7216,7 +8227,7 @@ class Daemon:
 
     def _rearm(self) -> None:
         with transaction():
-            if rearm_repeatables(self.clock.now()):
+            if rearm_repeatables(self.clock.now()) + unpark_jobs(self.room.lanes):
                 self.more = True
 
     def _revive_broken(self) -> None:
@@ -7899,7 +8910,7 @@ class Simulation:
                         keep_composed(claim, now)
                     self.kept[claim.job_id] = claim
                     record_outcomes(self.config, [Sent(claim, result)], now)
-                self.room.end(claim.sender_name)
+                self.room.end(claim.sender_name, claim.lane)
             yield from self._news()
             if not report.moved:
                 return
@@ -7913,7 +8924,7 @@ class Simulation:
         if reply.status == "timeout":
             return result_of(claim, "temporary", "no answer within the timeout")
         code = int(reply.status)
-        if isinstance(claim.sender, SmtpSettings):
+        if isinstance(claim.sender, MailSettings):
             outcome = "sent" if code < 400 else "temporary" if code < 500 else "permanent"
             return result_of(claim, outcome, str(code), code, reply.retry_after_ms)
         outcome, reason = judge_status(code)
@@ -8289,6 +9300,7 @@ def command_run(arguments: argparse.Namespace) -> int:
         with _store_errors(str(config.database)), transaction():
             adopt_config(config, clock.now())
             recover_interrupted(config, clock.now())
+            enable_mended()
             forget_refusal()
         asyncio.run(Daemon(config, clock, [Api()]).run())
     finally:
@@ -8888,6 +9900,48 @@ def command_test(arguments: argparse.Namespace) -> int:
     return 0 if result.outcome == "sent" else 1
 
 
+# -- senders -----------------------------------------------------------------------------------------------------------
+
+
+def command_senders(arguments: argparse.Namespace) -> int:
+    """The senders of the config, with what is remembered of them, and how many jobs wait for each."""
+    config = config_of(arguments)
+    with store_of(config), _store_errors(str(config.database)):
+        known = {found[0]: found[1:] for found in rows("SELECT * FROM v_senders")}
+        waiting = dict(rows("SELECT sender, count(*) FROM jobs WHERE state = 'waiting' GROUP BY sender"))
+    names = ("state", "failures", "failingSince", "lastFailure", "disabledAt", "cause", "waiting", "reason")
+    listed = []
+    for name, settings in config.senders.items():
+        facts = dict(zip(names, known.get(name, ("ok", 0, *[None] * 6)), strict=True))
+        preset = getattr(settings, "preset", None)
+        kind = preset or getattr(settings, "type", "")
+        listed.append({"name": name, "type": kind, **facts, "waiting": waiting.get(name, 0)})
+    if arguments.json:
+        print(json.dumps(listed, ensure_ascii=False))
+    elif listed:
+        shown_names = ("name", "type", "state", "waiting", "failures", "failingSince", "reason")
+        print_columns(shown_names, [[one[name] for name in shown_names] for one in listed], 80)
+    return 0
+
+
+def command_sender(arguments: argparse.Namespace) -> int:
+    """Enable a sender that was disabled, so that what waits for it is sent; or disable one, so that it waits."""
+    config = config_of(arguments)
+    if arguments.name not in config.senders:
+        words = nearest(arguments.name, list(config.senders))
+        raise UsageError(f"no sender is called {arguments.name!r}; {words}")
+    with store_of(config) as now, _store_errors(str(config.database)), transaction():
+        if arguments.action == "enable":
+            done = enable_sender(arguments.name)
+        else:
+            done = disable_sender(config, arguments.name, "person", arguments.reason, now)
+        [waiting] = row("SELECT count(*) FROM jobs WHERE state = 'waiting' AND sender = ?", arguments.name)
+    word = f"{arguments.action}d" if done else f"was {arguments.action}d before"
+    facts = {"name": arguments.name, "done": done, "waiting": waiting}
+    show(arguments, facts, f"sender {arguments.name} {word}; {waiting} jobs wait for it")
+    return 0
+
+
 # -- calendars and simulation ------------------------------------------------------------------------------------------
 
 
@@ -9055,6 +10109,7 @@ def _add_looking_commands(add: AddCommand) -> None:
     release = add("release", command_release, "end a window now")
     release.add_argument("digest", type=functools.partial(_count, most=2**62), metavar="DIGEST")
     _add_subscriber_command(add)
+    _add_sender_command(add)
     add("sql", command_sql, "the sqlite3 shell on the database, read-only").add_argument(
         "query", nargs="?", metavar="SQL"
     )
@@ -9130,6 +10185,16 @@ def _add_subscriber_command(add: AddCommand) -> None:
     change.add_argument("--schedule", metavar="JSON", help="the same as Novu writes it: JSON, @file, or -")
     listing = action("list", command_subscribers, "all")
     listing.add_argument("-n", "--limit", type=_count, default=100, metavar="N", help="how many")
+
+
+def _add_sender_command(add: AddCommand) -> None:
+    sender = add("sender", command_senders, "the senders: how they do; enable one that was disabled")
+    action = _adder(sender.add_subparsers(dest="action", metavar="ACTION", required=True))
+    action("list", command_senders, "all, with what waits for them")
+    action("enable", command_sender, "send again, beginning with what waits").add_argument("name", metavar="NAME")
+    disabling = action("disable", command_sender, "send nothing until it is enabled; what is to be sent waits")
+    disabling.add_argument("name", metavar="NAME")
+    disabling.add_argument("--reason", default="disabled by hand", metavar="TEXT")
 
 
 def _add_trying_commands(add: AddCommand) -> None:

@@ -135,7 +135,7 @@ class World:
         self.sent.append((self.now, claim, result))
         with digestd.transaction():
             digestd.record_outcomes(self.config, [digestd.Sent(claim, result)], self.now)
-        self.room.end(claim.sender_name)
+        self.room.end(claim.sender_name, claim.lane)
 
     def run_until(self, at: int) -> None:
         """Let everything due up to an instant happen, each at its own time."""

@@ -1,3 +1,5 @@
+CREATE INDEX answers_created ON answers (created_at);
+
 CREATE INDEX arrivals_arrived ON arrivals (arrived_at);
 
 CREATE INDEX arrivals_of_key ON arrivals (key, subscriber_id, workflow, step, arrived_at);
@@ -22,7 +24,7 @@ CREATE INDEX jobs_delayed ON jobs (due_at) WHERE state = 'delayed';
 
 CREATE INDEX jobs_failed ON jobs (id) WHERE state = 'failed';
 
-CREATE INDEX jobs_waiting ON jobs (sender, type = 'message', due_at) WHERE state = 'waiting';
+CREATE INDEX jobs_waiting ON jobs (sender, lane, type = 'message', due_at) WHERE state = 'waiting';
 
 CREATE UNIQUE INDEX one_open_window ON digests (key, subscriber_id, workflow, step) WHERE state IN ('open', 'held');
 
@@ -43,6 +45,16 @@ CREATE INDEX runs_in_progress ON runs (repeatable_id)
 CREATE INDEX runs_next ON runs (next_at) WHERE next_at IS NOT NULL;
 
 CREATE UNIQUE INDEX runs_seq ON runs (repeatable_id, seq) WHERE repeatable_id IS NOT NULL;
+
+CREATE INDEX subscribers_updated ON subscribers (updated_at, id);
+
+CREATE TABLE answers (                  -- what a call with an Idempotency-Key was answered, for a day
+    key             TEXT PRIMARY KEY,   -- with the way it came in: method, path, key
+    body_hash       TEXT NOT NULL,
+    status          INTEGER NOT NULL,
+    body            TEXT NOT NULL,
+    created_at      INTEGER NOT NULL
+) STRICT;
 
 CREATE TABLE arrivals (                 -- what reached a digest step that starts when repeated, for its look-back
     id              INTEGER PRIMARY KEY,
@@ -141,6 +153,7 @@ CREATE TABLE jobs (
     message         TEXT,               -- JSON: the message as rendered at the first try, until the job is final
     created_at      INTEGER NOT NULL,
     taken_at        INTEGER,            -- when the latest try began
+    lane            TEXT NOT NULL DEFAULT '',                           -- it waits for a try of this lane to end; '': for none
     finished_at     INTEGER,
     reason          TEXT,
     UNIQUE (run_id, step),
@@ -151,6 +164,16 @@ CREATE TABLE meta (
     name        TEXT PRIMARY KEY,       -- what digestd remembers about itself: instance, config, last backup
     value       TEXT NOT NULL,
     updated_at  INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE preferences (              -- what a subscriber chose to get, or not
+    id              INTEGER PRIMARY KEY,
+    subscriber_id   TEXT NOT NULL,      -- public id
+    workflow        TEXT NOT NULL,      -- '' = for every workflow without a choice of its own
+    channel         TEXT NOT NULL CHECK (channel IN ('email', 'sms', 'push', 'chat', 'in_app')),
+    enabled         INTEGER NOT NULL CHECK (enabled IN (0, 1)),
+    updated_at      INTEGER NOT NULL,
+    UNIQUE (subscriber_id, workflow, channel)
 ) STRICT;
 
 CREATE TABLE repeatables (
@@ -211,6 +234,19 @@ CREATE TABLE runs (
     CHECK ((state = 'active') = (finished_at IS NULL))
 ) STRICT;
 
+CREATE TABLE senders (                  -- what is remembered of a sender; one that never failed has no row
+    id              INTEGER PRIMARY KEY,
+    name            TEXT NOT NULL UNIQUE,                               -- as in the config
+    state           TEXT NOT NULL DEFAULT 'ok' CHECK (state = 'ok' OR state = 'disabled'),
+    failures        INTEGER NOT NULL DEFAULT 0,                         -- in a row, since the last success
+    failing_at      INTEGER,            -- when the first of them was
+    failed_at       INTEGER,            -- when the last of them was
+    disabled_at     INTEGER,
+    cause           TEXT,               -- why disabled: gone (410), failing (for days), login (refused), person
+    reason          TEXT,               -- the same with what the other side said
+    CHECK ((state = 'disabled') = (disabled_at IS NOT NULL AND cause IS NOT NULL))
+) STRICT;
+
 CREATE TABLE subscribers (
     id              INTEGER PRIMARY KEY,
     subscriber_id   TEXT NOT NULL UNIQUE CHECK (subscriber_id <> ''),   -- the public id; other tables point here
@@ -223,6 +259,7 @@ CREATE TABLE subscribers (
     timezone        TEXT,               -- IANA name; NULL: the workflow's, else the daemon's
     data            TEXT,               -- JSON object, free
     schedule        TEXT,               -- JSON, weekly hours as in the API; NULL: always open
+    credentials     TEXT,               -- JSON: by provider, what a chat or push provider needs to reach this one
     created_at      INTEGER NOT NULL,
     updated_at      INTEGER NOT NULL
 ) STRICT;
@@ -260,6 +297,7 @@ FROM (
     SELECT 'job', id, step || coalesce(' by ' || sender, ''), due_at FROM jobs WHERE state = 'delayed'
     UNION ALL
     SELECT 'job', id, step || coalesce(' by ' || sender, ''), due_at FROM jobs WHERE state = 'waiting'
+        AND NOT EXISTS (SELECT 1 FROM senders s WHERE s.name = jobs.sender AND s.state = 'disabled')
 ), v_now
 ORDER BY due_at;
 
@@ -304,6 +342,13 @@ LEFT JOIN runs l ON l.repeatable_id = s.id AND l.seq =
     (SELECT max(q.seq) FROM runs q WHERE q.repeatable_id = s.id AND q.taken_at IS NOT NULL)
 ORDER BY next_utc IS NULL, next_utc, s.key;
 
+CREATE VIEW v_senders AS
+SELECT s.name, s.state, s.failures, strftime('%Y-%m-%d %H:%M:%S', s.failing_at / 1000, 'unixepoch') AS failing_since_utc,
+       strftime('%Y-%m-%d %H:%M:%S', s.failed_at / 1000, 'unixepoch') AS last_failure_utc,
+       strftime('%Y-%m-%d %H:%M:%S', s.disabled_at / 1000, 'unixepoch') AS disabled_utc, s.cause,
+       (SELECT count(*) FROM jobs j WHERE j.sender = s.name AND j.state = 'waiting') AS waiting, s.reason
+FROM senders s ORDER BY s.name;
+
 CREATE VIEW v_trouble AS
 SELECT 'job failed' AS what, j.id, coalesce(r.workflow, s.name) || '/' || j.step AS name, r.subscriber_id,
        strftime('%Y-%m-%d %H:%M:%S', j.finished_at / 1000, 'unixepoch') AS since_utc, j.reason,
@@ -314,6 +359,11 @@ UNION ALL
 SELECT 'event failed', id, workflow, subscriber_id, strftime('%Y-%m-%d %H:%M:%S', finished_at / 1000, 'unixepoch'), reason,
        'trigger it again as it should be'
 FROM events WHERE state = 'failed'
+UNION ALL
+SELECT 'sender disabled', s.id, s.name, NULL, strftime('%Y-%m-%d %H:%M:%S', s.disabled_at / 1000, 'unixepoch'),
+       s.reason || '; ' || (SELECT count(*) FROM jobs j WHERE j.sender = s.name AND j.state = 'waiting') || ' jobs wait',
+       'mend the cause, then: digestd sender enable ' || s.name
+FROM senders s WHERE s.state = 'disabled'
 UNION ALL
 SELECT 'repeatable broken', id, name, NULL, strftime('%Y-%m-%d %H:%M:%S', updated_at / 1000, 'unixepoch'), reason,
        'mend its rule where it was added'

@@ -15,8 +15,8 @@ NAMES = ["John", "Josh", "Sarah", "Alex", "Emma"]
 PEOPLE = [{"payload": {"name": name}} for name in ("Ada", "Grace", "Linus", "Ken", "Dennis")]
 
 
-def rendered(template: str, html: bool = False, **context: Any) -> str:
-    return digestd.render_template(template, context, html)
+def rendered(template: str, kind: str = "text", **context: Any) -> str:
+    return digestd.render_template(template, context, kind)
 
 
 # -- toSentence --------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_template_of_novu_reads_the_same(count, sentence, longer, counted, dig
 def test_names_in_html_are_escaped_exactly_once(call, count):
     events = [{"payload": {"name": "<b>Tom & Ann"}}] * count
     plain = rendered("{{ events | " + call + " }}", events=events)
-    escaped = rendered("{{ events | " + call + " }}", html=True, events=events)
+    escaped = rendered("{{ events | " + call + " }}", kind="html", events=events)
     assert escaped == plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -269,7 +269,7 @@ def test_events_of_a_step_are_listed_oldest_first_with_id_time_and_payload():
 )  # fmt: skip
 def test_objects_and_lists_print_as_novu_prints_them(value, text):
     assert rendered("{{ value }}", value=value) == text
-    assert digestd.render_template("{{ value }}", {"value": value}, html=True) == str(html.escape(text)).replace(
+    assert digestd.render_template("{{ value }}", {"value": value}, kind="html") == str(html.escape(text)).replace(
         "&#x27;", "&#39;"
     ).replace("&quot;", "&#34;")
 
@@ -370,7 +370,7 @@ def test_brackets_in_brackets_without_end_are_refused_or_read(compile_it, depth)
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", sorted(digestd._liquid(False).filters))
+@pytest.mark.parametrize("name", sorted(digestd._liquid().filters))
 @pytest.mark.parametrize(
     "value",
     [

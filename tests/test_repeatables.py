@@ -278,7 +278,7 @@ def finish(w, claim, outcome="sent") -> None:
     w.sent.append((w.now, claim, result))
     with digestd.transaction():
         digestd.record_outcomes(w.config, [digestd.Sent(claim, result)], w.now)
-    w.room.end(claim.sender_name)
+    w.room.end(claim.sender_name, claim.lane)
 
 
 def slow(w, for_s: int, takes_s: int) -> list[int]:

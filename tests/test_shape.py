@@ -118,7 +118,7 @@ def test_states_in_code_are_the_states_of_the_schema():
     schema = (ROOT / "migrations.sql").read_text("utf-8")
     for table, moves in digestd.MOVES.items():
         body = re.search(rf"CREATE TABLE {table} \((.*?)\n\) STRICT;", schema, re.DOTALL)[1]
-        states = set(re.findall(r"'(\w+)'", re.search(r"CHECK\s*\(state = (.*?)\),\n", body, re.DOTALL)[1]))
+        states = set(re.findall(r"'(\w+)'", re.search(r"CHECK\s*\((state (?:=|IN) .*?)\),\n", body, re.DOTALL)[1]))
         assert {state for pair in moves for state in pair} == states, table
 
 
@@ -131,7 +131,7 @@ def test_every_command_and_stage_says_what_it_does():
         and not ast.get_docstring(node)
     ]
     bare = {"Table", "CronField", "DaemonSettings", "ApiSettings", "SenderSettings", "WebhookSettings", "SmtpSettings",
-            "LogSettings", "StepSettings", "DigestStep", "DelayStep", "ChannelStep", "InAppStep", "WorkflowSettings",
+            "SendmailSettings", "LogSettings", "StepSettings", "DigestStep", "DelayStep", "ChannelStep", "InAppStep", "WorkflowSettings",
             "RepeatableTrigger", "RepeatableSettings", "TriggerCall", "CancelCall", "Composed", "Sent", "Signal",
             *(model.__name__ for model in digestd.TABLES)}  # fmt: skip
     assert set(missing) - bare <= {"config_of", "show", "set_log_level", "forget_refusal", "remembered", "result_of"}

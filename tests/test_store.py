@@ -165,14 +165,16 @@ def test_a_move_happens_once_and_only_from_the_state_it_names(world, table, pair
     )
     w.rows("INSERT INTO repeatables (key, name, source, every_ms, timezone, action, created_at, updated_at)"
            " VALUES ('k', 'n', 'command', 1, 'UTC', '{}', 1, 1)")  # fmt: skip
+    w.rows("INSERT INTO senders (name, cause) VALUES ('hook', 'gone')")
     ends = {
         "events": "finished_at",
         "digests": "closed_at",
         "runs": "finished_at",
         "jobs": "finished_at",
         "repeatables": "finished_at",
+        "senders": "disabled_at",
     }[table]
-    final = {"cancelled", "failed", "closed", "discarded", "completed", "merged", "skipped", "finished", "retired"}
+    final = {"disabled", "cancelled", "failed", "closed", "discarded", "completed", "merged", "skipped", "finished", "retired"}
     w.rows(f"UPDATE {table} SET state = ?, {ends} = ? WHERE id = 1", old, START if old in final else None)
     facts = {ends: START if new in final else None}
     assert digestd.move(model, 1, old, new, **facts) is True
