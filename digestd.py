@@ -311,16 +311,27 @@ class Reply(Protocol):
     def set_exception(self, exception: Any, /) -> None: ...
 
 
+class Keep(NamedTuple):
+    """That the answer to a call is to be kept under its Idempotency-Key, in the same commit as what the call does.
+    `shape` makes of what the call came to a status and a body."""
+
+    key: str
+    body_hash: str
+    shape: Callable[[Any], tuple[int, str]]
+
+
 class TriggerCall(NamedTuple):
-    triggers: list[Trigger | TriggerAnswer]
+    triggers: Sequence[Trigger | TriggerAnswer]
     reply: Reply
     since: float  # on the monotonic clock: who waits too long for a commit is told so
+    keep: Keep | None = None
 
 
 class CancelCall(NamedTuple):
     transaction_id: str
     reply: Reply
     since: float
+    keep: Keep | None = None
 
 
 class ActCall(NamedTuple):
@@ -329,6 +340,7 @@ class ActCall(NamedTuple):
     act: Callable[[int], Any]
     reply: Reply
     since: float
+    keep: Keep | None = None
 
 
 class Composed(NamedTuple):
@@ -3134,6 +3146,8 @@ class Subscriber(Table):
     data = peewee.TextField(null=True)
     schedule = peewee.TextField(null=True)
     credentials = peewee.TextField(null=True)
+    is_online = peewee.IntegerField(null=True)
+    last_online_at = peewee.IntegerField(null=True)
     created_at = peewee.IntegerField()
     updated_at = peewee.IntegerField()
 
@@ -3333,6 +3347,7 @@ class InboxMessage(Table):
     seen_at = peewee.IntegerField(null=True)
     read_at = peewee.IntegerField(null=True)
     archived_at = peewee.IntegerField(null=True)
+    actions = peewee.TextField(null=True)
 
     class Meta:
         table_name = "inbox_messages"
@@ -4001,6 +4016,16 @@ def upsert_subscriber(subscriber_id: str, columns: dict[str, Any], now: int) -> 
     )  # fmt: skip
 
 
+def set_channels(subscriber_id: str, workflow: str, channels: Mapping[str, bool], now: int) -> None:
+    """Keep what a subscriber chose to get: for a workflow, or with '' for all that have no choice of their own."""
+    execute_many(
+        "INSERT INTO preferences (subscriber_id, workflow, channel, enabled, updated_at) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT (subscriber_id, workflow, channel)"
+        " DO UPDATE SET enabled = excluded.enabled, updated_at = excluded.updated_at",
+        [(subscriber_id, workflow, channel, int(is_on), now) for channel, is_on in channels.items()],
+    )
+
+
 def record_trigger(trigger: Trigger, now: int) -> tuple[TriggerAnswer, list[Event]]:
     """Write one event for each recipient of a checked trigger, received; the answer, and the events that are new.
 
@@ -4601,7 +4626,7 @@ def delete_subscriber(subscriber_id: str, now: int) -> bool:
     ):
         if _cancel_run(run_id, now, SUBSCRIBER_DELETED) and event_id is not None:
             move(EventRow, event_id, "placed", "cancelled", **facts)
-    for table in ("inbox_messages", "arrivals"):
+    for table in ("inbox_messages", "arrivals", "preferences"):
         execute(f"DELETE FROM {table} WHERE subscriber_id = ?", subscriber_id)
     database.known_subscribers.discard(subscriber_id)
     return execute("DELETE FROM subscribers WHERE subscriber_id = ?", subscriber_id) > 0
@@ -7719,6 +7744,12 @@ def purge_arrivals(before: int, limit: int = 1000) -> int:
     )
 
 
+def purge_answers(before: int, limit: int = 1000) -> int:
+    """Delete kept answers of before an instant; how many."""
+    wanted = "SELECT key FROM answers WHERE created_at < ? LIMIT ?"
+    return execute(f"DELETE FROM answers WHERE key IN ({wanted})", before, limit)
+
+
 def _purge_discarded(before: int, limit: int) -> int:
     """Windows that were emptied, and events that were cancelled, go the same way."""
     digests = [
@@ -7981,6 +8012,7 @@ class Daemon:
             for kind, group in itertools.groupby(calls, type):
                 alike = list(group)
                 outcomes = self._take_calls(alike, now) if kind is TriggerCall else self._handle_each(alike, now)
+                _keep_answers(zip(alike, outcomes, strict=True), now)
                 answers += [(message.reply, outcome) for message, outcome in zip(alike, outcomes, strict=True)]
             report = TickReport(0, [], False, None) if self.stopping else tick(self.config, now, self.room)
         return answers, report
@@ -8222,6 +8254,7 @@ class Daemon:
         with transaction():
             now = self.clock.now()
             gone = purge(before) + purge_by_spec(now) + purge_arrivals(now - self.config.longest_look_back)
+            gone += purge_answers(now - DAY)
         if gone:
             self.loop.call_later(0.1, self._guarded, self._purge)
 
@@ -8258,6 +8291,20 @@ class Daemon:
             return
         self.tended_changes, self.tended = changes, moment
         self.tending = self.loop.create_task(asyncio.to_thread(checkpoint, str(self.config.database)))
+
+
+def _keep_answers(calls: Iterable[tuple[Any, Any]], now: int) -> None:
+    """Write down what calls with an Idempotency-Key are answered, together with what they did."""
+    kept = []
+    for call, outcome in calls:
+        keep = getattr(call, "keep", None)
+        if keep is not None:
+            status, body = keep.shape(outcome)
+            if status < 500:
+                kept.append((keep.key, keep.body_hash, status, body, now))
+    if kept:
+        names = ("key", "body_hash", "status", "body", "created_at")
+        execute_many(insert_text(KeptAnswer, *names) + " ON CONFLICT (key) DO NOTHING", kept)
 
 
 def checkpoint(path: str) -> None:
@@ -8336,8 +8383,10 @@ def set_up_log(level: str) -> None:
 READ_S = 10.0  # for a body to arrive
 KEEP_ALIVE_S = 75  # a quiet connection stays open
 BULK = 100
+BULK_SUBSCRIBERS = 500
 KNOWN_HEADS, MAX_HEAD = 512, 2048  # how many heads of requests are known again, of at most so many bytes
 _TRIGGER = "/v1/events/trigger"
+_UNSUBSCRIBE = "/u/"
 _REPEATABLES = "/v1/repeatables"
 _REASONS = {200: "OK", 201: "Created", 204: "No Content", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found",
             405: "Method Not Allowed", 409: "Conflict", 413: "Content Too Large", 422: "Unprocessable Content",
@@ -8348,15 +8397,78 @@ class Answer(NamedTuple):
     """A status, a JSON body (a text is one already), and header lines beside the usual ones."""
 
     status: int
-    body: Any
+    body: Any = ""
     headers: str = ""
+    kind: str = "application/json"
+
+    @property
+    def text(self) -> str:
+        return self.body if isinstance(self.body, str) else _dumps(self.body)
 
     def encode(self) -> bytes:
-        body = (self.body if isinstance(self.body, str) else _dumps(self.body)).encode()
+        if self.status == 204:
+            return f"HTTP/1.1 204 {_REASONS[204]}\r\n{self.headers}\r\n".encode()
+        body = self.text.encode()
         return (
-            f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: {self.kind}\r\n"
             f"Content-Length: {len(body)}\r\n{self.headers}\r\n"
         ).encode() + body
+
+
+class Call:
+    """One request on its way: what it asks, and whether its answer is to be kept under its Idempotency-Key."""
+
+    def __init__(self, request: Any, path: str) -> None:
+        self.request = request
+        self.method: str = request.method
+        self.path = path
+        self.key = ""
+        self.body: bytes | None = None
+        self.kept = False
+
+    @property
+    def body_hash(self) -> str:
+        """What tells this request from another one that carries the same key."""
+        asked = f"{self.method} {self.request.raw_path}\n".encode()
+        return hashlib.sha256(asked + (self.body or b"")).hexdigest()
+
+    def keep(self, shape: Callable[[Any], Answer], refuse: Callable[[BaseException, str], Answer]) -> Keep | None:
+        """What goes with the message to the inbox, so that the answer is kept in the commit that makes it true."""
+        if not self.key:
+            return None
+        self.kept = True
+
+        def answer(outcome: Any) -> tuple[int, str]:
+            found = refuse(outcome, self.path) if isinstance(outcome, BaseException) else shape(outcome)
+            return found.status, found.text
+
+        return Keep(self.key, self.body_hash, answer)
+
+    def value(self, name: str) -> str | None:
+        """One value of the query."""
+        found = self.request.query.get(name)
+        return None if found in (None, "") else str(found)
+
+    def values(self, name: str) -> list[str]:
+        """All values of the query under a name, also as name[]=…"""
+        query = self.request.query
+        return [value for key in (name, f"{name}[]") for value in query.getall(key, []) if value]
+
+    def number(self, name: str, default: int, most: int, least: int = 1) -> int:
+        """A number of the query. Raises Rejected(422)."""
+        text = self.value(name)
+        if text is None:
+            return default
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+            raise Rejected(422, f"{name} must be a number from {least} to {most}", name)
+        return int(text)
+
+    def flag(self, name: str) -> bool | None:
+        """true or false of the query; None where it is not there. Raises Rejected(422)."""
+        text = self.value(name)
+        if text not in (None, "true", "false"):
+            raise Rejected(422, f"{name} must be true or false", name)
+        return None if text is None else text == "true"
 
 
 class Ready:
@@ -8397,6 +8509,963 @@ def error_body(
     return body
 
 
+# -- the routes, but for the two that are asked for most ---------------------------------------------------------------
+
+_S1, _S2 = "/v1/subscribers", "/v2/subscribers"
+_ROUTES = {
+    "/healthz": {"GET": "_health"},
+    "/v1/events/trigger": {"POST": "_trigger"},
+    "/v1/events/trigger/bulk": {"POST": "_bulk"},
+    "/v1/events/trigger/broadcast": {"POST": "_broadcast"},
+    "/v1/events/trigger/*": {"DELETE": "_cancel"},
+    "/v1/events/trigger/*/resume": {"POST": "_resume"},
+    "/v1/ingest/alertmanager/*": {"POST": "_alertmanager"},
+    _S2: {"GET": "_list_subscribers", "POST": "_create_subscriber"},
+    f"{_S2}/*": {"GET": "_get_subscriber", "PATCH": "_patch_subscriber", "DELETE": "_delete_subscriber"},
+    f"{_S2}/*/preferences": {"GET": "_get_preferences", "PATCH": "_patch_preferences"},
+    f"{_S2}/*/preferences/bulk": {"PATCH": "_patch_many_preferences"},
+    f"{_S2}/*/subscriptions": {"GET": "_subscriptions"},
+    f"{_S2}/*/notifications": {"GET": "_inbox"},
+    f"{_S2}/*/notifications/count": {"GET": "_count_inbox"},
+    f"{_S2}/*/notifications/(read|seen|archive|read-archive|delete)": {"POST": "_mark_many"},
+    f"{_S2}/*/notifications/*": {"DELETE": "_delete_inbox_item"},
+    f"{_S2}/*/notifications/*/(read|unread|archive|unarchive)": {"PATCH": "_mark_one"},
+    f"{_S2}/*/notifications/*/actions/(primary|secondary)/(complete|revert)": {"PATCH": "_turn_action"},
+    _S1: {"GET": "_page_subscribers", "POST": "_create_subscriber"},
+    f"{_S1}/bulk": {"POST": "_create_subscribers"},
+    f"{_S1}/*": {"GET": "_get_subscriber", "PUT": "_patch_subscriber", "DELETE": "_delete_subscriber"},
+    f"{_S1}/*/credentials": {"PUT": "_set_credentials", "PATCH": "_set_credentials"},
+    f"{_S1}/*/credentials/*": {"DELETE": "_drop_credentials"},
+    f"{_S1}/*/online-status": {"PATCH": "_set_online"},
+    f"{_S1}/*/preferences": {"GET": "_old_preferences"},
+    f"{_S1}/*/preferences/*": {"PATCH": "_patch_old_preference"},
+    f"{_S1}/*/notifications/feed": {"GET": "_feed"},
+    f"{_S1}/*/notifications/unseen": {"GET": "_unseen"},
+    f"{_S1}/*/messages/mark-as": {"POST": "_mark_as"},
+    f"{_S1}/*/messages/markAs": {"POST": "_mark_as"},
+    f"{_S1}/*/messages/mark-all": {"POST": "_mark_all"},
+    f"{_S1}/*/messages/*/actions/*": {"POST": "_act_on_message"},
+    "/v1/notifications": {"GET": "_list_notifications"},
+    "/v1/notifications/*": {"GET": "_get_notification"},
+    "/v1/messages": {"GET": "_list_messages"},
+    "/v1/messages/*": {"DELETE": "_delete_message"},
+    "/v1/messages/transaction/*": {"DELETE": "_delete_messages_of"},
+    "/u/*": {"GET": "_show_unsubscribe", "POST": "_unsubscribe"},
+}
+_ROUTES_BY_LENGTH: dict[int, list[tuple[re.Pattern[str], dict[str, str]]]] = {}
+for _path, _ways in _ROUTES.items():
+    _pattern = re.compile(re.sub(r"\*", "([^/]+)", _path))
+    _ROUTES_BY_LENGTH.setdefault(_path.count("/"), []).append((_pattern, _ways))
+
+
+def find_route(method: str, path: str) -> tuple[str, list[str]]:
+    """The method of Api that answers a request, and what its path names. Raises Rejected: 404, 405."""
+    import urllib.parse
+
+    allowed: list[str] = []
+    for pattern, ways in _ROUTES_BY_LENGTH.get(path.rstrip("/").count("/"), ()):
+        found = pattern.fullmatch(path.rstrip("/"))
+        if found is None:
+            continue
+        name = ways.get("GET" if method == "HEAD" else method)
+        if name is None:
+            allowed += ways
+            continue
+        try:
+            return name, [urllib.parse.unquote(part, errors="strict") for part in found.groups()]
+        except UnicodeDecodeError:
+            raise Rejected(400, "the path is not UTF-8") from None
+    if allowed:
+        raise Rejected(405, f"{method} is not allowed here; use {' or '.join(sorted(set(allowed)))}")
+    raise Rejected(404, f"there is nothing at {one_line(path)}")
+
+
+# -- subscribers and their preferences, as Novu's clients see them -----------------------------------------------------
+
+_OURS = {"_organizationId": "digestd", "_environmentId": "digestd"}
+_SUBSCRIBER_COLUMNS = (
+    "id, subscriber_id, " + ", ".join(SUBSCRIBER_FIELDS.values())
+    + ", credentials, is_online, last_online_at, created_at, updated_at"
+)  # fmt: skip
+
+
+def unknown_subscriber(subscriber_id: str) -> Rejected:
+    """The refusal for a subscriber that is none."""
+    return Rejected(404, f"there is no subscriber {one_line(subscriber_id[:255])}", "subscriberId")
+
+
+def _wire_subscriber(columns: Sequence[Any]) -> dict[str, Any]:
+    row_id, subscriber_id, *fields = columns
+    credentials, is_online, last_online_at, created_at, updated_at = fields[len(SUBSCRIBER_FIELDS) :]
+    facts = dict(zip(SUBSCRIBER_FIELDS, fields, strict=False))
+    facts["data"] = json.loads(facts["data"]) if facts["data"] else None
+    channels = [
+        {"providerId": provider, "_integrationId": provider, "integrationIdentifier": provider, "credentials": known}
+        for provider, known in json.loads(credentials or "{}").items()
+    ]
+    return {
+        "_id": str(row_id), "subscriberId": subscriber_id, **facts, "channels": channels, "topics": [],
+        "isOnline": None if is_online is None else bool(is_online),
+        "lastOnlineAt": None if last_online_at is None else iso_text(last_online_at),
+        **_OURS, "deleted": False, "createdAt": iso_text(created_at), "updatedAt": iso_text(updated_at), "__v": 0,
+    }  # fmt: skip
+
+
+def subscriber_rows(rest: str, *values: Any) -> list[dict[str, Any]]:
+    """Subscribers as the API shows them, by the rest of a query."""
+    return list(map(_wire_subscriber, rows(f"SELECT {_SUBSCRIBER_COLUMNS} FROM subscribers {rest}", *values)))
+
+
+def find_subscriber(subscriber_id: str) -> dict[str, Any]:
+    """One of them. Raises Rejected(404)."""
+    found = subscriber_rows("WHERE subscriber_id = ?", subscriber_id)
+    if not found:
+        raise unknown_subscriber(subscriber_id)
+    return found[0]
+
+
+_LOCALE = re.compile(r"[A-Za-z]{2,3}([_-][A-Za-z0-9]{2,8})*")
+
+
+def check_wire_subscriber(body: dict[str, Any]) -> dict[str, Any]:
+    """The columns for a subscriber's fields as the API takes them. Raises Rejected(422)."""
+    for name in ("email", "locale", "timezone"):
+        if body.get(name) == "":
+            raise Rejected(422, f"{name} must not be empty; null removes it", name)
+    columns = check_subscriber_fields(body)
+    locale = columns.get("locale")
+    if locale is not None and not _LOCALE.fullmatch(locale):
+        raise Rejected(422, f"{shown(locale)} is not a locale such as en or de_AT", "locale")
+    return columns
+
+
+def upsert_subscribers(entries: Sequence[Any], now: int) -> dict[str, Any]:
+    """Make or change many; what is refused is told, and the others are made. Inside the caller's transaction."""
+    done: dict[str, list[dict[str, Any]]] = {"updated": [], "created": [], "failed": []}
+    for entry in entries:
+        given = entry.get("subscriberId") if isinstance(entry, dict) else None
+        try:
+            if not isinstance(entry, dict):
+                raise Rejected(422, "a subscriber is an object with subscriberId")
+            subscriber_id = check_id(given, "subscriberId")
+            columns = check_wire_subscriber(entry)
+            known = row("SELECT 1 FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+            upsert_subscriber(subscriber_id, columns, now)
+            done["updated" if known else "created"].append({"subscriberId": subscriber_id})
+        except Rejected as error:
+            named = given if isinstance(given, str) else ""
+            done["failed"].append({"message": error.message, "subscriberId": named})
+    return done
+
+
+class Page(NamedTuple):
+    """Which part of a sorted list is wanted: what stands after or before a row, which the cursor names by its values
+    of the columns that it is sorted by."""
+
+    column: str
+    is_descending: bool
+    after: tuple[int, int] | None
+    before: tuple[int, int] | None
+    with_cursor: bool
+    limit: int
+
+    @classmethod
+    def of(cls, call: Call) -> Page:
+        """As a query has it. Raises Rejected(422)."""
+        order, direction = call.value("orderBy") or "_id", (call.value("orderDirection") or "DESC").upper()
+        column = {"_id": "id", "updatedAt": "updated_at"}.get(order)
+        if column is None or direction not in ("ASC", "DESC"):
+            raise Rejected(422, "orderBy is _id or updatedAt, orderDirection ASC or DESC", "orderBy")
+        after, before = (cls._cursor(call, name) for name in ("after", "before"))
+        if after and before:
+            raise Rejected(422, "after and before exclude each other", "after")
+        return cls(
+            column, direction == "DESC", after, before, bool(call.flag("includeCursor")), call.number("limit", 10, 100)
+        )
+
+    @staticmethod
+    def _cursor(call: Call, name: str) -> tuple[int, int] | None:
+        text = call.value(name)
+        if text is None:
+            return None
+        found = re.fullmatch(r"(\d{1,18})\.(\d{1,18})", text, re.ASCII)
+        if found is None:
+            raise Rejected(422, f"{name} is not a cursor that a list gave", name)
+        return int(found[1]), int(found[2])
+
+    def query(self) -> tuple[str, list[int]]:
+        """The condition and the order in SQL, with the values; one more row than is wanted tells whether there are
+        more. What stands before a row comes backwards."""
+        cursor = self.after or self.before
+        downwards = self.is_descending == (self.before is None)
+        text, values = "", []
+        if cursor is not None:
+            sign = ("<" if downwards else ">") + ("=" if self.with_cursor else "")
+            text, values = f" AND ({self.column}, id) {sign} (?, ?)", list(cursor)
+        way = "DESC" if downwards else "ASC"
+        return f"{text} ORDER BY {self.column} {way}, id {way} LIMIT {self.limit + 1}", values
+
+
+def search_subscribers(call: Call) -> dict[str, Any]:
+    """A part of the list of subscribers, with the cursors to those beside it."""
+    page = Page.of(call)
+    text, values = "WHERE 1", list[Any]()
+    for name, condition in (
+        ("subscriberId", "subscriber_id = ?"),
+        ("email", "instr(lower(email), lower(?))"),
+        ("phone", "instr(phone, ?)"),
+        ("name", "instr(lower(coalesce(first_name, '') || ' ' || coalesce(last_name, '')), lower(?))"),
+    ):
+        if (wanted := call.value(name)) is not None:
+            text, values = f"{text} AND {condition}", [*values, wanted]
+    rest, place = page.query()
+    found = rows(f"SELECT {_SUBSCRIBER_COLUMNS} FROM subscribers {text}{rest}", *values, *place)
+    more, found = len(found) > page.limit, found[: page.limit]
+    if page.before is not None:
+        found.reverse()
+    cursors = [f"{one[-1] if page.column == 'updated_at' else one[0]}.{one[0]}" for one in found]
+    has_next = more if page.before is None else True
+    has_previous = more if page.before is not None else page.after is not None
+    [total] = row(f"SELECT count(*) FROM (SELECT 1 FROM subscribers {text} LIMIT {MOST_COUNTED + 1})", *values)
+    return {
+        "data": list(map(_wire_subscriber, found)),
+        "next": cursors[-1] if cursors and has_next else None,
+        "previous": cursors[0] if cursors and has_previous else None,
+        "totalCount": min(total, MOST_COUNTED), "totalCountCapped": total > MOST_COUNTED,
+    }  # fmt: skip
+
+
+MOST_COUNTED = 50_000
+
+
+def set_credentials(subscriber_id: str, body: dict[str, Any], replace: bool, now: int) -> dict[str, Any]:
+    """Keep what a chat or push provider needs to reach a subscriber; device tokens are added, unless all is replaced.
+    Raises Rejected."""
+    provider, given = body.get("providerId"), body.get("credentials")
+    if not isinstance(provider, str) or not re.fullmatch(r"[a-z0-9-]{1,60}", provider):
+        raise Rejected(422, "providerId must be the name of a provider, such as slack", "providerId")
+    if not isinstance(given, dict):
+        raise Rejected(422, "credentials must be an object", "credentials")
+    json_text(given, "credentials")
+    find_subscriber(subscriber_id)
+    known = load_credentials(subscriber_id)
+    before = {} if replace else known.get(provider, {})
+    after = {**before, **given}
+    tokens = [*(before.get("deviceTokens") or ()), *(given.get("deviceTokens") or ())]
+    if tokens:
+        after["deviceTokens"] = list(dict.fromkeys(map(str, tokens)))
+    columns = {"credentials": json_text({**known, provider: after}, "credentials")}
+    upsert_subscriber(subscriber_id, columns, now)
+    return find_subscriber(subscriber_id)
+
+
+def drop_credentials(subscriber_id: str, provider: str, now: int) -> None:
+    """Forget what a provider needs. Raises Rejected(404) for a subscriber that is none."""
+    find_subscriber(subscriber_id)
+    known = load_credentials(subscriber_id)
+    if known.pop(provider, None) is not None:
+        upsert_subscriber(subscriber_id, {"credentials": json_text(known, "credentials")}, now)
+
+
+class PreferenceChange(NamedTuple):
+    """What a call wants to change: channels of one workflow, or of all with '', and the weekly hours."""
+
+    workflow: str
+    channels: dict[str, bool]
+    has_schedule: bool = False
+    schedule: str | None = None
+
+
+def check_preference(config: Config, body: Any, needs_workflow: bool = False) -> PreferenceChange:
+    """A change of preferences, checked. Raises Rejected: 422 for a wrong shape, 404 for an unknown workflow, 400 for a
+    critical one, whose channels nobody turns off."""
+    if not isinstance(body, dict):
+        raise Rejected(422, "a preference is an object with channels and workflowId", "preferences")
+    workflow, channels = body.get("workflowId"), body.get("channels")
+    if channels is None:
+        channels = {}
+    if not isinstance(channels, dict):
+        raise Rejected(422, "channels must be an object of channels and true or false", "channels")
+    for channel, is_on in channels.items():
+        if channel not in (*CHANNELS, "tool"):
+            raise Rejected(422, f"{shown(channel)} is no channel; {nearest(channel, CHANNELS)}", "channels")
+        if not isinstance(is_on, bool):
+            raise Rejected(422, f"channels.{channel} must be true or false", "channels")
+    ours = {channel: is_on for channel, is_on in channels.items() if channel in CHANNELS}
+    if workflow is None and needs_workflow:
+        raise Rejected(422, "workflowId is missing", "workflowId")
+    if workflow is not None:
+        if not isinstance(workflow, str) or workflow not in config.workflows:
+            raise Rejected(404, f"there is no workflow {shown(workflow)}", "workflowId")
+        if config.workflows[workflow].critical:
+            raise Rejected(400, f"{workflow} is critical: nobody turns its channels off", "workflowId")
+        return PreferenceChange(workflow, ours)
+    has_schedule = "schedule" in body
+    return PreferenceChange("", ours, has_schedule, check_schedule(body["schedule"]) if has_schedule else None)
+
+
+def set_preference(subscriber_id: str, change: PreferenceChange, now: int) -> None:
+    """Keep a change of preferences; the weekly hours are replaced as a whole. Raises Rejected(404)."""
+    find_subscriber(subscriber_id)
+    set_channels(subscriber_id, change.workflow, change.channels, now)
+    if change.has_schedule:
+        upsert_subscriber(subscriber_id, {"schedule": change.schedule}, now)
+
+
+def _workflow_facts(config: Config, name: str) -> dict[str, Any]:
+    workflow = config.workflows[name]
+    return {"id": name, "identifier": name, "slug": name, "name": workflow.name or name, "critical": workflow.critical}
+
+
+def _workflow_channels(config: Config, name: str, choices: Mapping[tuple[str, str], bool]) -> dict[str, bool]:
+    """The channels that a workflow has steps for, each on or off."""
+    workflow = config.workflows[name]
+    used = [channel for channel in CHANNELS if any(step.type == channel for step in workflow.steps)]
+    return {channel: is_wanted(workflow, choices, name, channel) for channel in used}
+
+
+def preferences_of(config: Config, subscriber_id: str, which: str) -> dict[str, Any]:
+    """What a subscriber gets: for all workflows, and for each that is critical, or not, or both. Raises Rejected."""
+    if which not in ("critical", "nonCritical", "all"):
+        raise Rejected(422, "criticality is critical, nonCritical or all", "criticality")
+    find_subscriber(subscriber_id)
+    choices = channel_choices(subscriber_id)
+    [schedule] = row("SELECT schedule FROM subscribers WHERE subscriber_id = ?", subscriber_id)
+    everywhere = {"enabled": True, "channels": {channel: choices.get(("", channel), True) for channel in CHANNELS}}
+    if schedule is not None:
+        everywhere["schedule"] = json.loads(schedule)
+    listed = [
+        {"enabled": True, "channels": _workflow_channels(config, name, choices), "overrides": [],
+         "workflow": _workflow_facts(config, name)}
+        for name, workflow in config.workflows.items()
+        if which == "all" or workflow.critical == (which == "critical")
+    ]  # fmt: skip
+    return {"global": everywhere, "workflows": listed}
+
+
+def workflow_preference(config: Config, subscriber_id: str, name: str) -> dict[str, Any]:
+    """What a subscriber gets of one workflow."""
+    channels = _workflow_channels(config, name, channel_choices(subscriber_id))
+    return {"level": "template", "enabled": True, "channels": channels, "workflow": _workflow_facts(config, name)}
+
+
+def old_preferences_of(config: Config, subscriber_id: str) -> list[dict[str, Any]]:
+    """The same as Novu's first clients know it. Raises Rejected(404)."""
+    find_subscriber(subscriber_id)
+    choices = channel_choices(subscriber_id)
+    return [
+        {
+            "template": {"_id": name, "name": workflow.name or name, "critical": workflow.critical},
+            "preference": {"enabled": True, "channels": _workflow_channels(config, name, choices)},
+        }
+        for name, workflow in config.workflows.items()
+    ]
+
+
+# -- what became of events: Novu's activity feed -----------------------------------------------------------------------
+# Read by a connection and in a thread of their own: filters may walk through many rows.
+
+Ask = Callable[..., list[Any]]
+
+
+@contextlib.contextmanager
+def look_in(path: pathlib.Path) -> Iterator[Ask]:
+    """A connection that only reads, for the time of one answer: ask(sql, *values) gives rows."""
+    address = path.absolute().as_uri() + "?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, 5.0, uri=True)) as connection:
+        connection.text_factory = _decode
+        yield lambda sql, *values: connection.execute(sql, values).fetchall()
+
+
+_EVENT_COLUMNS = (
+    "e.id, e.workflow, e.subscriber_id, e.payload, e.transaction_id, e.received_at, e.state, e.digest_id, e.placed_at,"
+    " e.finished_at, e.reason, s.id, s.first_name, s.last_name, s.email, s.phone, r.id, r.state,"
+    " (SELECT min(f.id) FROM events f WHERE f.digest_id = e.digest_id AND f.state = 'placed')"
+)
+_EVENT_TABLES = (
+    " FROM events e LEFT JOIN subscribers s ON s.subscriber_id = e.subscriber_id"
+    " LEFT JOIN runs r ON r.event_id = e.id OR (e.digest_id IS NOT NULL AND r.digest_id = e.digest_id)"
+)
+_PROVIDERS = {"email": "email-webhook", "sms": "generic-sms", "push": "push-webhook", "chat": "chat-webhook"}
+_PRESET_PROVIDERS = {
+    "slack": "slack", "discord": "discord", "teams": "msteams", "telegram": "telegram", "mattermost": "mattermost"
+}  # fmt: skip
+
+
+def provider_of(config: Config, sender: str | None, channel: str) -> str:
+    """The nearest of Novu's names for what sent something: its clients refuse all others."""
+    settings = config.senders.get(sender or "")
+    if isinstance(settings, MailSettings):
+        return "nodemailer"
+    preset = getattr(settings, "preset", None)
+    return _PRESET_PROVIDERS.get(preset or "") or (_PROVIDERS.get(channel, "novu") if settings is not None else "novu")
+
+
+def _wire_job(
+    config: Config, job_id: str, kind: str, step: str, status: str, at: int, told: Sequence[dict[str, Any]] = (),
+    sender: str | None = None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "_id": job_id, "type": kind, "status": status, "updatedAt": iso_text(at), "executionDetails": list(told),
+        "step": {"_id": step, "_templateId": step, "name": step, "active": True, "filters": []},
+        "providerId": provider_of(config, sender, kind), **more,
+    }  # fmt: skip
+
+
+def _detail(
+    name: str, at: int, status: str, text: str, is_retry: bool = False, raw: str | None = None
+) -> dict[str, Any]:
+    return {
+        "_id": name, "createdAt": iso_text(at), "status": status, "detail": text, "isRetry": is_retry, "isTest": False,
+        "raw": raw, "source": "Internal",
+    }  # fmt: skip
+
+
+_DIGEST_STATUS = {"open": "delayed", "held": "delayed", "closed": "completed", "discarded": "canceled"}
+_JOB_STATUS = {"waiting": "queued", "active": "running", "cancelled": "canceled"}
+
+
+def _digest_job(config: Config, ask: Ask, event: Sequence[Any]) -> dict[str, Any]:
+    """The digest step of an event that is, or was, in a window: of the first of them, or one that joined it."""
+    digest_id, first_id = event[7], event[18]
+    [[step, state, closes_at, waits]] = ask("SELECT step, state, closes_at, waits FROM digests WHERE id = ?", digest_id)
+    status = "canceled" if event[6] == "cancelled" else _DIGEST_STATUS[state] if event[0] == first_id else "merged"
+    told = _detail(
+        f"d{digest_id}", event[5], "Pending" if status == "delayed" else "Success", f"until {iso_text(closes_at)}"
+    )
+    settings = config.workflows[event[1]].step(step) if event[1] in config.workflows else None
+    kind: dict[str, Any] = {"type": "timed"}
+    if isinstance(settings, DigestStep) and settings.window is not None:
+        kind = {"type": "regular", "amount": settings.window / SECOND, "unit": "seconds"}
+    digest = {**kind, "digestKey": ", ".join(getattr(settings, "key", None) or ())}
+    return _wire_job(
+        config, f"d{digest_id}", "digest", step, status, event[8] or event[5], [told], digest=digest,
+        scheduleExtensionsCount=waits,
+    )  # fmt: skip
+
+
+def _step_jobs(config: Config, ask: Ask, run_id: int) -> Iterator[dict[str, Any]]:
+    """The steps of a run, each with its tries."""
+    for job_id, step, kind, sender, state, at, reason in ask(
+        "SELECT id, step, type, sender, state, coalesce(finished_at, taken_at, created_at), reason FROM jobs"
+        " WHERE run_id = ? ORDER BY id", run_id
+    ):  # fmt: skip
+        told = [
+            _detail(f"a{try_id}", started_at, {"sent": "Success", None: "Pending"}.get(outcome, "Failed"),
+                    f"try {number}: {outcome or 'under way'}", number > 1, said)
+            for try_id, number, started_at, outcome, said in ask(
+                "SELECT id, number, started_at, outcome, reason FROM attempts WHERE job_id = ? ORDER BY number", job_id
+            )
+        ]  # fmt: skip
+        if reason:
+            told.append(_detail(f"j{job_id}", at, "Failed" if state == "failed" else "Warning", reason))
+        shown_kind = kind if kind in (*CHANNELS, "delay", "digest") else "custom"
+        yield _wire_job(config, str(job_id), shown_kind, step, _JOB_STATUS.get(state, state), at, told, sender)
+
+
+def _notification(config: Config, ask: Ask, event: Sequence[Any]) -> dict[str, Any]:
+    """An event, as Novu shows a notification: with the steps of its run; of one that joined another's window, the run
+    is that one's."""
+    (event_id, workflow, subscriber_id, payload, transaction_id, received_at, state, digest_id, placed_at, finished_at,
+     reason, person_id, first_name, last_name, email, phone, run_id, _, first_id) = event  # fmt: skip
+    settings = config.workflows.get(workflow)
+    told = [_detail(f"e{event_id}", received_at, "Failed" if state == "failed" else "Success", reason or state)]
+    status = {"failed": "failed", "cancelled": "canceled"}.get(state, "completed")
+    jobs = [_wire_job(config, f"e{event_id}", "trigger", "trigger", status, received_at, told)]
+    is_merged = digest_id is not None and first_id not in (None, event_id)
+    if digest_id is not None:
+        jobs.append(_digest_job(config, ask, event))
+    if run_id is not None and not is_merged:
+        jobs += _step_jobs(config, ask, run_id)
+    person = {"firstName": first_name, "lastName": last_name, "email": email, "phone": phone}
+    found = {
+        "_id": str(event_id), **_OURS, "_subscriberId": str(person_id or subscriber_id), "_templateId": workflow,
+        "transactionId": transaction_id or f"event-{event_id}", "createdAt": iso_text(received_at),
+        "updatedAt": iso_text(finished_at or placed_at or received_at),
+        "channels": sorted({job["type"] for job in jobs if job["type"] in CHANNELS}), "jobs": jobs,
+        "subscriber": {"_id": str(person_id or ""), "subscriberId": subscriber_id,
+                       **{name: value for name, value in person.items() if value is not None}},
+        "template": {"_id": workflow, "name": settings.name or workflow if settings else workflow,
+                     "triggers": [{"type": "event", "identifier": workflow, "variables": []}]},
+        "payload": _loads_or_nothing(payload), "to": {"subscriberId": subscriber_id}, "tags": [], "topics": [],
+        "critical": bool(settings and settings.critical), "severity": "none",
+    }  # fmt: skip
+    return {**found, "_digestedNotificationId": str(first_id)} if is_merged else found
+
+
+def _loads_or_nothing(text: str) -> dict[str, Any]:
+    """A payload; {} for what another program wrote badly."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _any_of(column: str, wanted: Sequence[str]) -> tuple[str, list[Any]]:
+    return (f" AND {column} IN (SELECT value FROM json_each(?))", [json.dumps(wanted)]) if wanted else ("", [])
+
+
+def list_notifications(config: Config, call: Call) -> dict[str, Any]:
+    """A page of Novu's activity feed, the newest event first."""
+    page, limit = call.number("page", 0, 10**6, 0), call.number("limit", 10, 50)
+    text, values = "WHERE 1", list[Any]()
+    for name, column in (
+        ("templates", "e.workflow"), ("subscriberIds", "e.subscriber_id"), ("emails", "s.email"),
+        ("transactionId", "e.transaction_id"),
+    ):  # fmt: skip
+        more, given = _any_of(column, call.values(name))
+        text, values = text + more, values + given
+    if channels := call.values("channels"):
+        text += (
+            " AND EXISTS (SELECT 1 FROM jobs j WHERE j.run_id = r.id AND j.type IN (SELECT value FROM json_each(?)))"
+        )
+        values.append(json.dumps(channels))
+    if (wanted := call.value("search")) is not None:
+        text += " AND (e.transaction_id = ? OR e.subscriber_id = ? OR s.email = ?)"
+        values += [wanted] * 3
+    for name, sign in (("after", ">="), ("before", "<=")):
+        if (moment := call.value(name)) is not None:
+            try:
+                values.append(parse_instant(moment))
+            except RuleError as error:
+                raise Rejected(422, f"{name}: {error.message}", name) from None
+            text += f" AND e.received_at {sign} ?"
+    rest = f"{text} ORDER BY e.id DESC LIMIT ? OFFSET ?"
+    with look_in(config.database) as ask:
+        found = ask(f"SELECT {_EVENT_COLUMNS}{_EVENT_TABLES} {rest}", *values, limit + 1, page * limit)
+        data = [_notification(config, ask, event) for event in found[:limit]]
+    return {"data": data, "hasMore": len(found) > limit, "pageSize": limit, "page": page}
+
+
+def find_notification(config: Config, notification_id: str) -> dict[str, Any]:
+    """One event with its steps. Raises Rejected(404)."""
+    is_number = notification_id.isascii() and notification_id.isdigit() and len(notification_id) < 19
+    with look_in(config.database) as ask:
+        text = f"SELECT {_EVENT_COLUMNS}{_EVENT_TABLES} WHERE e.id = ?"
+        found = ask(text, int(notification_id)) if is_number else []
+        if not found:
+            raise Rejected(404, f"there is no notification {one_line(notification_id[:255])}", "notificationId")
+        return _notification(config, ask, found[0])
+
+
+# -- messages, and the subscriber's feed -------------------------------------------------------------------------------
+
+_FIRST_EVENT = (
+    " LEFT JOIN events e ON e.id = coalesce(r.event_id,"
+    " (SELECT min(f.id) FROM events f WHERE f.digest_id = r.digest_id AND f.state = 'placed'))"
+)
+_MESSAGE_COLUMNS = (
+    "j.public_id, j.id, j.type, j.sender, j.state, j.created_at, j.reason, r.id, r.workflow, r.subscriber_id,"
+    " e.id, e.transaction_id, e.payload, s.id, s.email, m.subject, m.body, m.seen_at, m.read_at"
+)
+_MESSAGE_TABLES = (
+    f" FROM jobs j JOIN runs r ON r.id = j.run_id{_FIRST_EVENT} LEFT JOIN subscribers s"
+    " ON s.subscriber_id = r.subscriber_id LEFT JOIN inbox_messages m ON m.job_id = j.id"
+    f" WHERE j.type IN ({', '.join(map(repr, CHANNELS))}) AND j.state IN ('completed', 'failed')"
+    " AND r.workflow IS NOT NULL"
+    " AND (j.type <> 'in_app' OR m.id IS NOT NULL OR j.state = 'failed')"
+)
+
+
+def _message(config: Config, found: Sequence[Any]) -> dict[str, Any]:
+    (public_id, _, channel, sender, state, created_at, reason, run_id, workflow, subscriber_id, event_id,
+     transaction_id, payload, person_id, email, subject, body, seen_at, read_at) = found  # fmt: skip
+    facts = {
+        "_id": public_id, **_OURS, "_templateId": workflow, "templateIdentifier": workflow,
+        "_notificationId": str(event_id or f"run-{run_id}"), "_subscriberId": str(person_id or subscriber_id),
+        "createdAt": iso_text(created_at), "content": body, "transactionId": transaction_id or f"run-{run_id}",
+        "channel": channel, "seen": seen_at is not None, "read": read_at is not None, "cta": {},
+        "status": "sent" if state == "completed" else "error", "providerId": provider_of(config, sender, channel),
+        "payload": _loads_or_nothing(payload or ""),
+    }  # fmt: skip
+    more = {"subject": subject, "email": email if channel == "email" else None, "errorText": reason}
+    return {**facts, **{name: value for name, value in more.items() if value is not None}}
+
+
+def list_messages(config: Config, call: Call) -> dict[str, Any]:
+    """A page of what was sent, or could not be, the newest first."""
+    page, limit, channel = call.number("page", 0, 10**6, 0), call.number("limit", 10, 100), call.value("channel")
+    if channel not in (None, *CHANNELS, "tool"):
+        raise Rejected(422, f"channel must be one of {', '.join(CHANNELS)}", "channel")
+    text, values = _MESSAGE_TABLES, list[Any]()
+    for column, wanted in (
+        ("j.type", call.values("channel")), ("r.subscriber_id", call.values("subscriberId")),
+        ("e.transaction_id", call.values("transactionId")),
+    ):  # fmt: skip
+        more, given = _any_of(column, wanted)
+        text, values = text + more, values + given
+    with look_in(config.database) as ask:
+        rest = f"SELECT {_MESSAGE_COLUMNS}{text} ORDER BY j.id DESC LIMIT ? OFFSET ?"
+        found = ask(rest, *values, limit + 1, page * limit)
+    data = [_message(config, one) for one in found[:limit]]
+    return {"data": data, "hasMore": len(found) > limit, "pageSize": limit, "page": page}
+
+
+def delete_message(message_id: str, now: int) -> None:
+    """Take a message out of its subscriber's feed. Raises Rejected: 404 for one that is none, 400 for one that was sent
+    elsewhere, whose record goes with its run."""
+    if execute("DELETE FROM inbox_messages WHERE public_id = ?", message_id):
+        return
+    if row("SELECT 1 FROM jobs WHERE public_id = ?", message_id):
+        raise Rejected(400, "only messages of the in-app feed can be deleted; others go with their run", "messageId")
+    raise Rejected(404, f"there is no message {one_line(message_id[:255])}", "messageId")
+
+
+def delete_messages_of(transaction_id: str, channel: str | None, now: int) -> int:
+    """Take the messages of a transaction out of the feeds; how many. Nothing else is kept of what was sent."""
+    if channel not in (None, "in_app"):
+        return 0
+    return execute(
+        "DELETE FROM inbox_messages WHERE job_id IN (SELECT j.id FROM events e"
+        " JOIN runs r ON r.event_id = e.id OR (e.digest_id IS NOT NULL AND r.digest_id = e.digest_id)"
+        " JOIN jobs j ON j.run_id = r.id WHERE e.transaction_id = ?)", transaction_id
+    )  # fmt: skip
+
+
+class FeedItem(NamedTuple):
+    """A row of a subscriber's feed, with what is shown of its event and its subscriber."""
+
+    public_id: str
+    job_id: int
+    workflow: str
+    subject: str | None
+    body: str | None
+    payload: str
+    created_at: int
+    seen_at: int | None
+    read_at: int | None
+    archived_at: int | None
+    actions: str | None
+    subscriber_id: str
+    person_id: int | None
+    first_name: str | None
+    last_name: str | None
+    avatar: str | None
+    run_id: int
+    event_id: int | None
+    transaction_id: str | None
+
+    @property
+    def person(self) -> dict[str, Any]:
+        """Who it is for, as far as is known."""
+        known = {"firstName": self.first_name, "lastName": self.last_name, "avatar": self.avatar}
+        return {
+            "subscriberId": self.subscriber_id,
+            **{name: value for name, value in known.items() if value is not None},
+        }
+
+
+_FEED = (
+    "SELECT m.public_id, m.job_id, m.workflow, m.subject, m.body, m.payload, m.created_at, m.seen_at, m.read_at,"
+    " m.archived_at, m.actions, m.subscriber_id, s.id, s.first_name, s.last_name, s.avatar, r.id, e.id,"
+    " e.transaction_id"
+    " FROM inbox_messages m JOIN jobs j ON j.id = m.job_id JOIN runs r ON r.id = j.run_id"
+    f"{_FIRST_EVENT} LEFT JOIN subscribers s ON s.subscriber_id = m.subscriber_id WHERE m.subscriber_id = ?"
+)
+_FEED_STATES = {"seen": "m.seen_at", "read": "m.read_at", "archived": "m.archived_at"}
+
+
+def _feed_condition(wanted: Mapping[str, bool | None]) -> str:
+    """Which rows of a feed are wanted, as SQL. None of ours is ever put off."""
+    parts = [
+        f" AND {_FEED_STATES[name]} IS {'NOT ' if is_on else ''}NULL"
+        for name, is_on in wanted.items()
+        if name in _FEED_STATES and is_on is not None
+    ]
+    return "".join([*parts, " AND 0" if wanted.get("snoozed") else ""])
+
+
+def _cta(item: FeedItem) -> dict[str, Any]:
+    pressed = json.loads(item.actions or "{}")
+    if not pressed:
+        return {}
+    button, how = next(reversed(pressed.items()))
+    result = {"type": button, "payload": how.get("payload") or {}}
+    return {"action": {"status": how["status"], "buttons": [], "result": result}}
+
+
+def feed_entry(item: FeedItem) -> dict[str, Any]:
+    """A row of the feed as the first version of Novu's API has it."""
+    moment = max(filter(None, (item.created_at, item.seen_at, item.read_at, item.archived_at)))
+    return {
+        "_id": item.public_id, **_OURS, "_templateId": item.workflow, "templateIdentifier": item.workflow,
+        "_notificationId": str(item.event_id or f"run-{item.run_id}"), "_subscriberId": str(item.person_id or ""),
+        "_jobId": str(item.job_id), "subscriber": {"_id": str(item.person_id or ""), **item.person},
+        "createdAt": iso_text(item.created_at), "updatedAt": iso_text(moment), "content": item.body or "",
+        "transactionId": item.transaction_id or f"run-{item.run_id}", "subject": item.subject, "channel": "in_app",
+        "providerId": "novu", "seen": item.seen_at is not None, "read": item.read_at is not None,
+        "archived": item.archived_at is not None, "cta": _cta(item), "status": "sent",
+        "payload": _loads_or_nothing(item.payload), "data": None, "tags": [],
+    }  # fmt: skip
+
+
+def inbox_entry(config: Config, item: FeedItem) -> dict[str, Any]:
+    """The same as its second version has it."""
+    facts = {
+        "id": item.public_id, "transactionId": item.transaction_id or f"run-{item.run_id}", "body": item.body or "",
+        "to": {"id": str(item.person_id or ""), **item.person}, "isRead": item.read_at is not None,
+        "isSeen": item.seen_at is not None, "isArchived": item.archived_at is not None, "isSnoozed": False,
+        "createdAt": iso_text(item.created_at), "channelType": "in_app", "tags": [], "severity": "none",
+        "data": _loads_or_nothing(item.payload),
+    }  # fmt: skip
+    moments = {"readAt": item.read_at, "firstSeenAt": item.seen_at, "archivedAt": item.archived_at}
+    facts |= {name: None if at is None else iso_text(at) for name, at in moments.items()}
+    if item.subject is not None:
+        facts["subject"] = item.subject
+    if item.workflow in config.workflows:
+        facts["workflow"] = {**_workflow_facts(config, item.workflow), "tags": [], "severity": "none"}
+    for button, how in json.loads(item.actions or "{}").items():
+        facts[f"{button}Action"] = {"label": button, "isCompleted": how["status"] == "done"}
+    return facts
+
+
+def count_feed(subscriber_id: str, wanted: Mapping[str, bool | None]) -> int:
+    """How many rows of a feed are as wanted."""
+    text = f"SELECT count(*) FROM inbox_messages m WHERE m.subscriber_id = ?{_feed_condition(wanted)}"
+    return int(row(text, subscriber_id)[0])
+
+
+def _feed_rows(subscriber_id: str, condition: str, limit: int, offset: int) -> list[FeedItem]:
+    text = f"{_FEED}{condition} ORDER BY m.id DESC LIMIT ? OFFSET ?"
+    return list(map(FeedItem._make, rows(text, subscriber_id, limit, offset)))
+
+
+def page_feed(config: Config, subscriber_id: str, call: Call) -> dict[str, Any]:
+    """A page of a feed, the newest first, for the first version of Novu's API."""
+    find_subscriber(subscriber_id)
+    page, limit = call.number("page", 0, 10**6, 0), call.number("limit", 10, 100)
+    wanted = {"read": call.flag("read"), "seen": call.flag("seen"), "archived": False}
+    found = _feed_rows(subscriber_id, _feed_condition(wanted), limit + 1, page * limit)
+    told = {"totalCount": count_feed(subscriber_id, wanted), "hasMore": len(found) > limit}
+    return {"data": list(map(feed_entry, found[:limit])), **told, "pageSize": limit, "page": page}
+
+
+def page_inbox(config: Config, subscriber_id: str, call: Call) -> dict[str, Any]:
+    """The same for its second version: from an offset, or after a message."""
+    find_subscriber(subscriber_id)
+    limit, offset, after = call.number("limit", 10, 100), call.number("offset", 0, 10**6, 0), call.value("after")
+    wanted = {name: call.flag(name) for name in ("read", "seen", "archived", "snoozed")}
+    condition = _feed_condition(wanted)
+    if after is not None:
+        place = row("SELECT id FROM inbox_messages WHERE public_id = ? AND subscriber_id = ?", after, subscriber_id)
+        if not place:
+            raise Rejected(422, "after is not the id of a message of this feed", "after")
+        condition += f" AND m.id < {int(place[0])}"
+    for name, sign in (("createdGte", ">="), ("createdLte", "<=")):
+        if call.value(name) is not None:
+            condition += f" AND m.created_at {sign} {call.number(name, 0, 10**15, 0)}"
+    found = _feed_rows(subscriber_id, condition, limit + 1, offset)
+    told = {name: is_on for name, is_on in wanted.items() if is_on is not None}
+    return {"data": [inbox_entry(config, one) for one in found[:limit]], "hasMore": len(found) > limit, "filter": told}
+
+
+def check_filters(call: Call) -> list[dict[str, Any]]:
+    """The filters of a count: a JSON list of objects. Raises Rejected."""
+    found = parse_json(call.value("filters") or "[{}]")
+    if not isinstance(found, list) or not 1 <= len(found) <= 30 or not all(isinstance(one, dict) for one in found):
+        raise Rejected(422, "filters must be a JSON list of 1 to 30 objects", "filters")
+    for one in found:
+        for name in ("read", "seen", "archived", "snoozed"):
+            if not isinstance(one.get(name), bool | None):
+                raise Rejected(422, f"{name} must be true or false", "filters")
+    return found
+
+
+# What a mark does: the columns that are set when they are empty, and those that are emptied.
+_MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "seen": (("seen_at",), ()),
+    "unseen": ((), ("seen_at", "read_at")),
+    "read": (("seen_at", "read_at"), ()),
+    "unread": ((), ("read_at",)),
+    "archive": (("seen_at", "read_at", "archived_at"), ()),
+    "unarchive": ((), ("archived_at",)),
+}
+
+
+def check_mark(value: Any) -> str:
+    """One of the four marks that Novu's first API has. Raises Rejected(422)."""
+    if value not in ("read", "seen", "unread", "unseen"):
+        raise Rejected(422, "markAs must be read, seen, unread or unseen", "markAs")
+    return str(value)
+
+
+def check_marking(body: dict[str, Any]) -> tuple[list[str], str]:
+    """Which messages are to be marked, and how; also as the first clients say it, {mark: {seen, read}}. Raises
+    Rejected(422)."""
+    ids, mark = body.get("messageId"), body.get("markAs")
+    ids = [ids] if isinstance(ids, str) else ids
+    if not isinstance(ids, list) or not ids or not all(isinstance(one, str) for one in ids):
+        raise Rejected(422, "messageId must be an id, or a list of them", "messageId")
+    if mark is None and isinstance(body.get("mark"), dict):
+        old = body["mark"]
+        mark = next((name if old[name] else f"un{name}" for name in ("read", "seen") if name in old), None)
+    return ids, check_mark(mark)
+
+
+def _mark(subscriber_id: str, mark: str, now: int, condition: str, *values: Any) -> int:
+    """Mark the rows of a feed that fulfil a condition; how many there were."""
+    filled, emptied = _MARKS[mark]
+    sets = [f"{name} = coalesce({name}, {now})" for name in filled] + [f"{name} = NULL" for name in emptied]
+    text = f"UPDATE inbox_messages AS m SET {', '.join(sets)} WHERE m.subscriber_id = ?{condition}"
+    return execute(text, subscriber_id, *values)
+
+
+_THESE = " AND m.public_id IN (SELECT value FROM json_each(?))"
+
+
+def mark_as(config: Config, subscriber_id: str, ids: Sequence[str], mark: str, now: int) -> list[dict[str, Any]]:
+    """Mark some messages of a feed; they are the answer. Raises Rejected(404) when there is none of these."""
+    find_subscriber(subscriber_id)
+    if not _mark(subscriber_id, mark, now, _THESE, json.dumps(list(ids))):
+        raise Rejected(404, "there are no such messages in this feed", "messageId")
+    found = rows(f"{_FEED}{_THESE} ORDER BY m.id DESC", subscriber_id, json.dumps(list(ids)))
+    return [feed_entry(FeedItem._make(one)) for one in found]
+
+
+def mark_all(subscriber_id: str, mark: str, wanted: Mapping[str, bool | None], now: int) -> int:
+    """Mark all messages of a feed that are not marked so; how many that were."""
+    find_subscriber(subscriber_id)
+    filled, emptied = _MARKS[mark]
+    changes = " OR ".join([f"{name} IS NULL" for name in filled] + [f"{name} IS NOT NULL" for name in emptied])
+    return _mark(subscriber_id, mark, now, f"{_feed_condition(wanted)} AND ({changes})")
+
+
+def mark_many(subscriber_id: str, way: str, body: dict[str, Any], now: int) -> int:
+    """What Novu's second API does with many at once: read, seen, archive, read-archive, delete; how many."""
+    find_subscriber(subscriber_id)
+    ids = body.get("ids", body.get("notificationIds"))
+    if ids is not None and not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
+        raise Rejected(422, "notificationIds must be a list of ids", "notificationIds")
+    condition, values = (_THESE, [json.dumps(ids)]) if ids is not None else ("", [])
+    if way == "delete":
+        return execute(f"DELETE FROM inbox_messages AS m WHERE m.subscriber_id = ?{condition}", subscriber_id, *values)
+    if way == "read-archive":
+        return _mark(subscriber_id, "archive", now, f"{condition} AND m.read_at IS NOT NULL", *values)
+    return _mark(subscriber_id, way, now, condition, *values)
+
+
+def _one_entry(subscriber_id: str, message_id: str) -> FeedItem:
+    found = rows(f"{_FEED}{_THESE}", subscriber_id, json.dumps([message_id]))
+    if not found:
+        raise Rejected(404, f"there is no message {one_line(message_id[:255])} in this feed", "messageId")
+    return FeedItem._make(found[0])
+
+
+def mark_one(config: Config, subscriber_id: str, message_id: str, mark: str, now: int) -> dict[str, Any]:
+    """Mark one message; it is the answer. Raises Rejected(404)."""
+    _mark(subscriber_id, mark, now, _THESE, json.dumps([message_id]))
+    return inbox_entry(config, _one_entry(subscriber_id, message_id))
+
+
+def press(subscriber_id: str, message_id: str, button: str, how: dict[str, Any]) -> None:
+    """Note that a button of a message was pressed, or is as if it had not been."""
+    item = _one_entry(subscriber_id, message_id)
+    pressed = json_text({**json.loads(item.actions or "{}"), button: how}, "payload")
+    execute("UPDATE inbox_messages SET actions = ? WHERE public_id = ?", pressed, message_id)
+
+
+def note_action(
+    config: Config, subscriber_id: str, message_id: str, button: str, body: dict[str, Any], now: int
+) -> dict[str, Any]:
+    """The same as the first API asks for it: {status: pending or done, payload}. Raises Rejected."""
+    status, payload = body.get("status"), body.get("payload")
+    if button not in ("primary", "secondary") or status not in ("pending", "done"):
+        raise Rejected(422, "an action is primary or secondary, and its status pending or done", "status")
+    if payload is not None and not isinstance(payload, dict):
+        raise Rejected(422, "payload must be an object", "payload")
+    press(subscriber_id, message_id, button, {"status": status, "payload": payload or {}})
+    return feed_entry(_one_entry(subscriber_id, message_id))
+
+
+# -- the end of a mail -------------------------------------------------------------------------------------------------
+
+
+class Subscription(NamedTuple):
+    """What an unsubscribe URL stands for."""
+
+    subscriber_id: str
+    workflow: str
+    channel: str
+
+
+def find_subscription(config: Config, token: str) -> Subscription | None:
+    """What a token stands for: it names the subscriber's row, and proves the workflow and the channel. None for one
+    that was not made here, or whose subscriber or workflow is gone."""
+    row_id, _, proof = token.partition(".")
+    if not (row_id.isascii() and row_id.isdigit() and len(row_id) < 19):
+        return None
+    found = row("SELECT subscriber_id FROM subscribers WHERE id = ?", int(row_id))
+    for name, workflow in config.workflows.items() if found else ():
+        for channel in {step.type for step in workflow.steps if step.type in CHANNELS}:
+            wanted = unsubscribe_token(int(row_id), found[0], name, channel).partition(".")[2]
+            if hmac.compare_digest(wanted.encode(), proof.encode("utf-8", "surrogateescape")):
+                return None if workflow.critical else Subscription(found[0], name, channel)
+    return None
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta name="robots" content="noindex"><title>{title}</title>
+<style>:root{{color-scheme:light dark}}body{{font:1.1rem/1.5 system-ui,sans-serif;max-width:34rem;margin:15vh auto;
+padding:0 1rem}}button{{font:inherit;padding:.5rem 1rem}}</style></head>
+<body><h1>{title}</h1><p>{text}</p>{form}</body></html>
+"""
+_PAGE_HEADERS = (
+    "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; form-action 'self';"
+    " frame-ancestors 'none'\r\n"
+    "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n"
+)
+
+
+def unsubscribe_page(config: Config, found: Subscription | None, what: str) -> Answer:
+    """The page that asks, or tells what was done."""
+    import html
+
+    def page(status: int, title: str, text: str, form: str = "") -> Answer:
+        return Answer(
+            status, _PAGE.format(title=title, text=text, form=form), _PAGE_HEADERS, "text/html; charset=utf-8"
+        )
+
+    if found is None:
+        return page(404, "This link is not valid", "Nothing was changed. It may be of a list that no longer exists.")
+    name = f"<b>{html.escape(config.workflows[found.workflow].name or found.workflow)}</b>"
+    kind = {"email": "mails", "in_app": "messages"}.get(found.channel, f"{found.channel} messages")
+    back = '<form method="post"><button name="undo" value="1">Get them again</button></form>'
+    stop = '<form method="post"><button name="List-Unsubscribe" value="One-Click">Unsubscribe</button></form>'
+    if what == "done":
+        return page(200, "Unsubscribed", f"You will get no more {kind} of {name}.", back)
+    if what == "back":
+        return page(200, "Subscribed again", f"You will get {kind} of {name}.", stop)
+    return page(200, "Unsubscribe?", f"You get {kind} of {name}. Press the button to get no more of them.", stop)
+
+
+# -- Alertmanager ------------------------------------------------------------------------------------------------------
+
+_GROUP_FACTS = ("receiver", "groupKey", "groupLabels", "commonLabels", "commonAnnotations", "externalURL")
+
+
+def alert_triggers(config: Config, workflow: str, to: Sequence[str], body: Any, now: int) -> list[Trigger]:
+    """What Alertmanager's webhook (version 4) sends, as triggers: one for each alert, known by its fingerprint, start
+    and status, so that what it sends again is the same event. Raises Rejected."""
+    alerts = body.get("alerts") if isinstance(body, dict) else None
+    if not isinstance(alerts, list) or not all(isinstance(alert, dict) for alert in alerts):
+        raise Rejected(400, "alerts must be a list of objects, as Alertmanager's webhook sends them", "alerts")
+    if not to:
+        raise Rejected(400, "to is missing in the URL: …?to=SUBSCRIBER", "to")
+    group = {name: body[name] for name in _GROUP_FACTS if name in body}
+    triggers = []
+    for alert in alerts:
+        labels = canonical_json(alert.get("labels"))
+        mark = alert.get("fingerprint") or hashlib.sha256(labels.encode()).hexdigest()[:16]
+        known = " ".join(str(part) for part in (mark, alert.get("startsAt"), alert.get("status")))
+        wanted = {"name": workflow, "to": list(to), "payload": {**group, **alert}}
+        triggers.append(check_trigger(config, {**wanted, "transactionId": f"alertmanager {known}"[:255]}, now))
+    return triggers or (
+        [] if workflow in config.workflows else [check_trigger(config, {"name": workflow, "to": to}, now)]
+    )
+
+
 class Api:
     """The HTTP service."""
 
@@ -8404,6 +9473,7 @@ class Api:
         self.runner: Any = None
         self.sockets: list[str] = []
         self.heads: dict[bytes, Head] = {}  # of requests on the short way, by their bytes
+        self.in_flight: set[str] = set()  # Idempotency-Keys of requests that are under way
         self.waiting = 0  # triggers on the short way whose answer is not written yet
         self.all_answered = asyncio.Event()
 
@@ -8467,20 +9537,58 @@ class Api:
 
     async def _serve(self, request: Any) -> Any:
         """Route, answer, and turn whatever goes wrong into an error that a client can read."""
-        path = request.raw_path.partition("?")[0]
+        call = Call(request, request.raw_path.partition("?")[0])
         try:
-            self._admit(path, request.headers)
-            answer = await self._route(request, path)
+            self._admit(call.path, request.headers)
+            answer = await self._once(call)
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self.daemon.stopping:
                 raise
-            answer = self._refusal(error, path)
-        return Ready(answer.encode(), False if answer.status == 413 else None, request.method != "HEAD")
+            answer = self._refusal(error, call.path)
+        return Ready(answer.encode(), False if answer.status == 413 else None, call.method != "HEAD")
+
+    async def _once(self, call: Call) -> Answer:
+        """The answer to a request; to one with an Idempotency-Key that was answered before, that answer (facts on
+        Novu, 5.1: for a day, errors too, POST and PATCH alone)."""
+        given = call.request.headers.get("Idempotency-Key")
+        if given is None or call.method not in ("POST", "PATCH") or call.path.startswith(_UNSUBSCRIBE):
+            return await self._route(call)
+        if not 0 < len(given) <= 255 or not given.isprintable() or not given.isascii():
+            raise Rejected(400, "an Idempotency-Key has 1 to 255 characters of ASCII", "Idempotency-Key")
+        call.body = await self._body(call)
+        echo = f"Idempotency-Key: {given}\r\n"
+        if given in self.in_flight:
+            error = Rejected(409, "a request with this Idempotency-Key is under way")
+            return self._refusal(error, call.path)._replace(headers=f"Retry-After: 1\r\n{echo}")
+        since = self.daemon.clock.now() - DAY
+        found = row("SELECT body_hash, status, body FROM answers WHERE key = ? AND created_at > ?", given, since)
+        if found and found[0] != call.body_hash:
+            error = Rejected(422, "this Idempotency-Key came before with another request", "Idempotency-Key")
+            return self._refusal(error, call.path)._replace(headers=echo)
+        if found:
+            return Answer(found[1], found[2], f"Idempotency-Replay: true\r\n{echo}")
+        self.in_flight.add(given)
+        call.key = given
+        try:
+            answer = await self._answer_to_keep(call)
+        finally:
+            self.in_flight.discard(given)
+        return answer._replace(headers=answer.headers + echo)
+
+    async def _answer_to_keep(self, call: Call) -> Answer:
+        """The answer, kept: in the commit that made it true, or where there was none in one of its own."""
+        try:
+            answer = await self._route(call)
+        except Rejected as error:
+            answer = self._refusal(error, call.path)
+        if not call.kept and answer.status < 500:
+            await self._commit(call, functools.partial(ActCall, lambda now: None), lambda _: answer)
+        return answer
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Let a request in that needs no key, or has one that is configured. Compared in constant time."""
         keys = self.daemon.config.api.keys
-        if not keys or path in ("/healthz", "/readyz"):
+        if not keys or path in ("/healthz", "/readyz") or path.startswith(_UNSUBSCRIBE):
             return
         scheme, _, value = headers.get("Authorization", "").partition(" ")
         given = value.strip().encode("utf-8", "surrogateescape")
@@ -8500,36 +9608,41 @@ class Api:
         log.error("a bug met a request to %s", one_line(path), exc_info=error)
         return Answer(500, error_body(500, "a bug in digestd; its log has more", path, now))
 
-    async def _route(self, request: Any, path: str) -> Answer:
-        method = request.method
-        if path == _TRIGGER:
-            self._only(method, "POST")
-            return await self._trigger(await self._json(request))
-        if path == _TRIGGER + "/bulk" and method != "DELETE":
-            self._only(method, "POST")
-            return await self._bulk(await self._json(request))
-        if path.startswith(_TRIGGER + "/") and "/" not in path[len(_TRIGGER) + 1 :]:
-            self._only(method, "DELETE")
-            return await self._cancel(request.url.path[len(_TRIGGER) + 1 :])
-        if path == _REPEATABLES or path.startswith(_REPEATABLES + "/"):
-            return await self._repeatables(request, request.url.path[len(_REPEATABLES) + 1 :])
-        if path == "/healthz":
-            self._only(method, "GET", "HEAD")
-            return Answer(200, {"status": "ok", "version": __version__})
-        raise Rejected(404, f"there is nothing at {path}")
+    async def _route(self, call: Call) -> Answer:
+        if call.path == _TRIGGER and call.method == "POST":
+            return await self._trigger(call)
+        if call.path == _REPEATABLES or call.path.startswith(_REPEATABLES + "/"):
+            return await self._repeatables(call, call.request.url.path[len(_REPEATABLES) + 1 :])
+        name, captured = find_route(call.method, call.path)
+        answer: Answer = await getattr(self, name)(call, *captured)
+        return answer
 
     @staticmethod
     def _only(method: str, *allowed: str) -> None:
         if method not in allowed:
             raise Rejected(405, f"{method} is not allowed here; use {' or '.join(allowed)}")
 
-    async def _json(self, request: Any) -> Any:
-        """The body as JSON: refused when too large, given up when it does not arrive."""
+    async def _body(self, call: Call) -> bytes:
+        """The body: refused when too large, given up when it does not arrive."""
+        request = call.request
+        if call.body is not None:
+            return call.body
         if request.content.is_eof() and request.content.total_bytes <= MAX_BODY:
-            return parse_json(request.content.read_nowait())  # it came with the headers: the usual case
+            return bytes(request.content.read_nowait())  # it came with the headers: the usual case
         if (request.content_length or 0) > MAX_BODY:
             raise Rejected(413, f"the body is larger than {MAX_BODY} bytes")
-        return parse_json(await self._late_body(request))
+        return await self._late_body(request)
+
+    async def _json(self, call: Call) -> Any:
+        return parse_json(await self._body(call))
+
+    async def _object(self, call: Call) -> dict[str, Any]:
+        """The body, which is a JSON object; an empty one counts as {}. Raises Rejected(400)."""
+        data = await self._body(call)
+        found = parse_json(data) if data.strip() else {}
+        if not isinstance(found, dict):
+            raise Rejected(400, "the body must be a JSON object", "body")
+        return found
 
     async def _late_body(self, request: Any) -> bytes:
         """A body that is still on its way."""
@@ -8545,21 +9658,31 @@ class Api:
         except TimeoutError:
             raise Rejected(400, f"the body did not arrive within {READ_S:.0f} s") from None
 
-    async def _commit(self, make: Callable[[asyncio.Future[Any], float], Any]) -> Any:
-        """Put a message on the inbox and wait for its commit. Raises TimeoutError when that cannot be had in time."""
+    async def _commit(self, call: Call, make: Callable[..., Any], shape: Callable[[Any], Answer] | None = None) -> Any:
+        """Put a message on the inbox and wait for its commit; with a `shape`, what it came to as the answer, which is
+        kept where the request asks for that. Raises TimeoutError when the commit cannot be had in time."""
         reply = self.daemon.loop.create_future()
-        self.daemon.put(make(reply, self.daemon.clock.monotonic()))
-        answer = await reply
-        if isinstance(answer, Exception):
-            raise answer
+        keep = call.keep(shape, self._refusal) if shape is not None else None
+        self.daemon.put(make(reply, self.daemon.clock.monotonic(), keep))
+        outcome = await reply
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome if shape is None else shape(outcome)
+
+    async def _act(self, call: Call, act: Callable[[int], Any], shape: Callable[[Any], Answer]) -> Answer:
+        """Do something in the next transaction; the answer comes after its commit."""
+        answer: Answer = await self._commit(call, functools.partial(ActCall, act), shape)
         return answer
 
-    # -- routes --------------------------------------------------------------------------------------------------------
+    # -- routes: events ------------------------------------------------------------------------------------------------
 
-    async def _trigger(self, body: Any) -> Answer:
-        trigger = check_trigger(self.daemon.config, body, self.daemon.clock.now())
-        [answer] = await self._commit(functools.partial(TriggerCall, [trigger]))
-        return Answer(201, '{"data":' + _trigger_answer(answer) + "}")
+    async def _health(self, call: Call) -> Answer:
+        return Answer(200, {"status": "ok", "version": __version__})
+
+    async def _trigger(self, call: Call) -> Answer:
+        trigger = check_trigger(self.daemon.config, await self._json(call), self.daemon.clock.now())
+        answer: Answer = await self._commit(call, functools.partial(TriggerCall, [trigger]), _answer_trigger)
+        return answer
 
     def begin_trigger(self, headers: Mapping[str, str], body: bytes, write: Callable[[bytes], None]) -> None:
         """The same without a task of its own, for the short way: `write` gets the answer after the commit."""
@@ -8579,17 +9702,38 @@ class Api:
             self.all_answered.set()
         if isinstance(outcome, BaseException):
             return self._refusal(outcome, _TRIGGER).encode()
-        return Answer(201, '{"data":' + _trigger_answer(outcome[0]) + "}").encode()
+        return _answer_trigger(outcome).encode()
 
-    async def _bulk(self, body: Any) -> Answer:
+    async def _bulk(self, call: Call) -> Answer:
+        body = await self._json(call)
         events = body.get("events") if isinstance(body, dict) else None
         if not isinstance(events, list) or not events:
             raise Rejected(400, f"events must be a list of 1 to {BULK} triggers", "events")
         if len(events) > BULK:
             raise Rejected(422, f"events must be a list of 1 to {BULK} triggers; found {len(events)}", "events")
         triggers = [self._check_one(event) for event in events]
-        answers = await self._commit(functools.partial(TriggerCall, triggers))
-        return Answer(201, '{"data":[' + ",".join(map(_trigger_answer, answers)) + "]}")
+        answer: Answer = await self._commit(
+            call,
+            functools.partial(TriggerCall, triggers),
+            lambda answers: Answer(201, '{"data":[' + ",".join(map(_trigger_answer, answers)) + "]}"),
+        )
+        return answer
+
+    async def _broadcast(self, call: Call) -> Answer:
+        """One event for every subscriber there is, some hundred in a transaction: a call that is cut off in the middle
+        is completed by the same one again, for they share a transaction id."""
+        body = await self._object(call)
+        trigger = check_trigger(self.daemon.config, {**body, "to": "everybody"}, self.daemon.clock.now())
+        last_id, text = 0, "SELECT id, subscriber_id FROM subscribers WHERE id > ? ORDER BY id LIMIT ?"
+        while len(found := rows(text, last_id, BATCH)) == BATCH:
+            part = trigger._replace(recipients=[Recipient(subscriber_id, {}) for _, subscriber_id in found])
+            await self._commit(call, functools.partial(TriggerCall, [part]))
+            last_id = found[-1][0]
+        if not found:
+            return _answer_trigger([TriggerAnswer("processed", trigger.transaction_id)])
+        part = trigger._replace(recipients=[Recipient(subscriber_id, {}) for _, subscriber_id in found])
+        answer: Answer = await self._commit(call, functools.partial(TriggerCall, [part]), _answer_trigger)
+        return answer
 
     def _check_one(self, event: Any) -> Trigger | TriggerAnswer:
         """A bad event becomes an item with an error; a malformed recipient refuses the whole call, as Novu does."""
@@ -8601,42 +9745,286 @@ class Api:
             given = event.get("transactionId") if isinstance(event, dict) else None
             return TriggerAnswer("error", given if isinstance(given, str) else None, (error.message,))
 
-    async def _cancel(self, transaction_id: str) -> Answer:
-        return Answer(200, {"data": await self._commit(functools.partial(CancelCall, transaction_id))})
+    async def _cancel(self, call: Call, transaction_id: str) -> Answer:
+        cancelled = await self._commit(call, functools.partial(CancelCall, transaction_id))
+        return Answer(200, {"data": cancelled})
 
-    async def _repeatables(self, request: Any, rest: str) -> Answer:
+    async def _resume(self, call: Call, transaction_id: str) -> Answer:
+        """Novu's way to go on with a run that waits for a person; none of ours does."""
+        if (await self._object(call)).get("to") is None:
+            raise Rejected(400, "to is missing: whose run goes on", "to")
+        return Answer(200, {"data": {"resumed": False}})
+
+    async def _alertmanager(self, call: Call, workflow: str) -> Answer:
+        """What Alertmanager's webhook sends: an event for each alert and status, however often it is sent again."""
+        to = [name for text in call.values("to") for name in text.split(",")]
+        triggers = alert_triggers(self.daemon.config, workflow, to, await self._json(call), self.daemon.clock.now())
+        told = {"acknowledged": True, "status": "processed", "accepted": len(triggers)}
+        if not triggers:
+            return Answer(201, {"data": told})
+        answer: Answer = await self._commit(
+            call, functools.partial(TriggerCall, triggers), lambda _: Answer(201, {"data": told})
+        )
+        return answer
+
+    async def _repeatables(self, call: Call, rest: str) -> Answer:
         """List, add, remove repeatables; and what a person does with one of them."""
         config, now, (key, _, deed) = self.daemon.config, self.daemon.clock.now(), rest.rpartition("/")
-        if request.method == "POST" and deed in REPEATABLE_DEEDS and key:
-            done = await self._commit(
-                functools.partial(ActCall, functools.partial(do_to_repeatable, config, deed, key))
-            )
-            return Answer(200, {"data": {"done": True, **done}})
-        if rest and request.method in ("GET", "HEAD"):
+        if call.method == "POST" and deed in REPEATABLE_DEEDS and key:
+            act = functools.partial(do_to_repeatable, config, deed, key)
+            return await self._act(call, act, lambda done: Answer(200, {"data": {"done": True, **done}}))
+        if rest and call.method in ("GET", "HEAD"):
             return Answer(200, {"data": repeatable_facts(now, find_repeatable(rest).key)[0]})
         if rest:
-            self._only(request.method, "GET", "HEAD", "DELETE")
-            return await self._remove_repeatable(rest)
-        self._only(request.method, "GET", "HEAD", "POST", "DELETE")
-        if request.method in ("GET", "HEAD"):
+            self._only(call.method, "GET", "HEAD", "DELETE")
+            return await self._remove_repeatable(call, rest)
+        self._only(call.method, "GET", "HEAD", "POST", "DELETE")
+        if call.method in ("GET", "HEAD"):
             return Answer(200, {"data": repeatable_facts(now)})
-        body = await self._json(request)
-        if request.method == "DELETE":
-            return await self._remove_repeatable(key_from(config, body))
+        body = await self._json(call)
+        if call.method == "DELETE":
+            return await self._remove_repeatable(call, key_from(config, body))
         spec = spec_from(config, body)
-        await self._commit(functools.partial(ActCall, functools.partial(add_repeatable, spec, "api")))
-        return Answer(201, {"data": repeatable_facts(now, spec.key)[0]})
 
-    async def _remove_repeatable(self, key: str) -> Answer:
+        def add(moment: int) -> Any:
+            add_repeatable(spec, "api", moment)
+            return repeatable_facts(moment, spec.key)[0]
+
+        return await self._act(call, add, lambda facts: Answer(201, {"data": facts}))
+
+    async def _remove_repeatable(self, call: Call, key: str) -> Answer:
         """Novu's and BullMQ's answer to a removal: whether there was one."""
         removal = functools.partial(ActCall, functools.partial(do_to_repeatable, self.daemon.config, "remove", key))
         try:
-            await self._commit(removal)
+            await self._commit(call, removal)
         except Rejected as error:
             if error.status != 404:
                 raise
             return Answer(200, {"data": False})
         return Answer(200, {"data": True})
+
+    # -- routes: subscribers -------------------------------------------------------------------------------------------
+
+    async def _list_subscribers(self, call: Call) -> Answer:
+        return Answer(200, search_subscribers(call))
+
+    async def _page_subscribers(self, call: Call) -> Answer:
+        page, limit = call.number("page", 0, 10**6, 0), call.number("limit", 10, 100)
+        found = subscriber_rows("ORDER BY id DESC LIMIT ? OFFSET ?", limit + 1, page * limit)
+        [total] = row("SELECT count(*) FROM subscribers")
+        told = {"page": page, "pageSize": limit, "totalCount": total, "hasMore": len(found) > limit}
+        return Answer(200, {"data": found[:limit], **told})
+
+    async def _create_subscriber(self, call: Call) -> Answer:
+        body = await self._object(call)
+        subscriber_id = check_id(body.get("subscriberId"), "subscriberId")
+        columns, must_be_new = check_wire_subscriber(body), call.flag("failIfExists")
+
+        def create(now: int) -> Any:
+            if must_be_new and row("SELECT 1 FROM subscribers WHERE subscriber_id = ?", subscriber_id):
+                raise Rejected(409, f"there is a subscriber {subscriber_id} already", "subscriberId")
+            upsert_subscriber(subscriber_id, columns, now)
+            return find_subscriber(subscriber_id)
+
+        return await self._act(call, create, lambda found: Answer(201, {"data": found}))
+
+    async def _create_subscribers(self, call: Call) -> Answer:
+        """Many at once; a bad one is told, and the others are made."""
+        entries = (await self._object(call)).get("subscribers")
+        if not isinstance(entries, list) or not 1 <= len(entries) <= BULK_SUBSCRIBERS:
+            raise Rejected(422, f"subscribers must be a list of 1 to {BULK_SUBSCRIBERS}", "subscribers")
+        return await self._act(
+            call, functools.partial(upsert_subscribers, entries), lambda done: Answer(201, {"data": done})
+        )
+
+    async def _get_subscriber(self, call: Call, subscriber_id: str) -> Answer:
+        return Answer(200, {"data": find_subscriber(subscriber_id)})
+
+    async def _patch_subscriber(self, call: Call, subscriber_id: str) -> Answer:
+        columns = check_wire_subscriber(await self._object(call))
+
+        def change(now: int) -> Any:
+            find_subscriber(subscriber_id)
+            upsert_subscriber(subscriber_id, columns, now)
+            return find_subscriber(subscriber_id)
+
+        return await self._act(call, change, lambda found: Answer(200, {"data": found}))
+
+    async def _delete_subscriber(self, call: Call, subscriber_id: str) -> Answer:
+        def delete(now: int) -> None:
+            if not delete_subscriber(subscriber_id, now):
+                raise unknown_subscriber(subscriber_id)
+
+        done = Answer(200, {"data": {"acknowledged": True, "status": "deleted"}})
+        return await self._act(call, delete, lambda _: done)
+
+    async def _set_credentials(self, call: Call, subscriber_id: str) -> Answer:
+        body = await self._object(call)
+        act = functools.partial(set_credentials, subscriber_id, body, call.method == "PUT")
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    async def _drop_credentials(self, call: Call, subscriber_id: str, provider: str) -> Answer:
+        act = functools.partial(drop_credentials, subscriber_id, provider)
+        return await self._act(call, act, lambda _: Answer(204))
+
+    async def _set_online(self, call: Call, subscriber_id: str) -> Answer:
+        is_online = (await self._object(call)).get("isOnline")
+        if not isinstance(is_online, bool):
+            raise Rejected(422, "isOnline must be true or false", "isOnline")
+
+        def act(now: int) -> Any:
+            find_subscriber(subscriber_id)
+            columns = {"is_online": int(is_online), **({} if is_online else {"last_online_at": now})}
+            upsert_subscriber(subscriber_id, columns, now)
+            return find_subscriber(subscriber_id)
+
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    async def _subscriptions(self, call: Call, subscriber_id: str) -> Answer:
+        """Of topics, which digestd does not have: none."""
+        find_subscriber(subscriber_id)
+        empty: dict[str, Any] = {"data": [], "next": None, "previous": None, "totalCount": 0, "totalCountCapped": False}
+        return Answer(200, empty)
+
+    async def _get_preferences(self, call: Call, subscriber_id: str) -> Answer:
+        which = call.value("criticality") or "nonCritical"
+        return Answer(200, {"data": preferences_of(self.daemon.config, subscriber_id, which)})
+
+    async def _patch_preferences(self, call: Call, subscriber_id: str) -> Answer:
+        config, change = self.daemon.config, check_preference(self.daemon.config, await self._object(call))
+
+        def act(now: int) -> Any:
+            set_preference(subscriber_id, change, now)
+            return preferences_of(config, subscriber_id, "all" if change.workflow else "nonCritical")
+
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    async def _patch_many_preferences(self, call: Call, subscriber_id: str) -> Answer:
+        config, entries = self.daemon.config, (await self._object(call)).get("preferences")
+        if not isinstance(entries, list) or not 1 <= len(entries) <= BULK:
+            raise Rejected(422, f"preferences must be a list of 1 to {BULK}", "preferences")
+        changes = [check_preference(config, entry, needs_workflow=True) for entry in entries]
+
+        def act(now: int) -> Any:
+            for change in changes:
+                set_preference(subscriber_id, change, now)
+            return [workflow_preference(config, subscriber_id, change.workflow) for change in changes]
+
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    async def _old_preferences(self, call: Call, subscriber_id: str) -> Answer:
+        return Answer(200, {"data": old_preferences_of(self.daemon.config, subscriber_id)})
+
+    async def _patch_old_preference(self, call: Call, subscriber_id: str, workflow: str) -> Answer:
+        config, body = self.daemon.config, await self._object(call)
+        channel = body.get("channel")
+        if not isinstance(channel, dict):
+            raise Rejected(422, "channel must be an object with type and enabled", "channel")
+        wanted = {"workflowId": workflow, "channels": {str(channel.get("type")): channel.get("enabled")}}
+        change = check_preference(config, wanted)
+
+        def act(now: int) -> Any:
+            set_preference(subscriber_id, change, now)
+            found = old_preferences_of(config, subscriber_id)
+            return next(one for one in found if one["template"]["_id"] == change.workflow)
+
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    # -- routes: what became of events, and the feed -------------------------------------------------------------------
+
+    async def _list_notifications(self, call: Call) -> Answer:
+        return Answer(200, await asyncio.to_thread(list_notifications, self.daemon.config, call))
+
+    async def _get_notification(self, call: Call, notification_id: str) -> Answer:
+        return Answer(200, {"data": await asyncio.to_thread(find_notification, self.daemon.config, notification_id)})
+
+    async def _list_messages(self, call: Call) -> Answer:
+        return Answer(200, await asyncio.to_thread(list_messages, self.daemon.config, call))
+
+    async def _delete_message(self, call: Call, message_id: str) -> Answer:
+        done = Answer(200, {"data": {"acknowledged": True, "status": "deleted"}})
+        return await self._act(call, functools.partial(delete_message, message_id), lambda _: done)
+
+    async def _delete_messages_of(self, call: Call, transaction_id: str) -> Answer:
+        channel = call.value("channel")
+        if channel not in (None, *CHANNELS):
+            raise Rejected(422, f"channel must be one of {', '.join(CHANNELS)}", "channel")
+        act = functools.partial(delete_messages_of, transaction_id, channel)
+        return await self._act(call, act, lambda _: Answer(204))
+
+    async def _feed(self, call: Call, subscriber_id: str) -> Answer:
+        return Answer(200, page_feed(self.daemon.config, subscriber_id, call))
+
+    async def _unseen(self, call: Call, subscriber_id: str) -> Answer:
+        find_subscriber(subscriber_id)
+        seen = call.flag("seen") or False
+        return Answer(200, {"data": {"count": count_feed(subscriber_id, {"seen": seen})}})
+
+    async def _mark_as(self, call: Call, subscriber_id: str) -> Answer:
+        ids, mark = check_marking(await self._object(call))
+        act = functools.partial(mark_as, self.daemon.config, subscriber_id, ids, mark)
+        return await self._act(call, act, lambda found: Answer(201, {"data": found}))
+
+    async def _mark_all(self, call: Call, subscriber_id: str) -> Answer:
+        mark = check_mark((await self._object(call)).get("markAs"))
+        act = functools.partial(mark_all, subscriber_id, mark, {})
+        return await self._act(call, act, lambda count: Answer(201, {"data": count}))
+
+    async def _act_on_message(self, call: Call, subscriber_id: str, message_id: str, button: str) -> Answer:
+        body = await self._object(call)
+        act = functools.partial(note_action, self.daemon.config, subscriber_id, message_id, button, body)
+        return await self._act(call, act, lambda found: Answer(201, {"data": found}))
+
+    async def _inbox(self, call: Call, subscriber_id: str) -> Answer:
+        return Answer(200, page_inbox(self.daemon.config, subscriber_id, call))
+
+    async def _count_inbox(self, call: Call, subscriber_id: str) -> Answer:
+        find_subscriber(subscriber_id)
+        found = [{"count": count_feed(subscriber_id, wanted), "filter": wanted} for wanted in check_filters(call)]
+        return Answer(200, {"data": found})
+
+    async def _mark_one(self, call: Call, subscriber_id: str, message_id: str, mark: str) -> Answer:
+        act = functools.partial(mark_one, self.daemon.config, subscriber_id, message_id, mark)
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    async def _mark_many(self, call: Call, subscriber_id: str, mark: str) -> Answer:
+        body = await self._object(call)
+        act = functools.partial(mark_many, subscriber_id, mark, body)
+        return await self._act(call, act, lambda _: Answer(204))
+
+    async def _turn_action(self, call: Call, subscriber_id: str, message_id: str, button: str, way: str) -> Answer:
+        config, how = self.daemon.config, {"status": "done" if way == "complete" else "pending"}
+
+        def act(now: int) -> Any:
+            press(subscriber_id, message_id, button, how)
+            return inbox_entry(config, _one_entry(subscriber_id, message_id))
+
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
+    async def _delete_inbox_item(self, call: Call, subscriber_id: str, message_id: str) -> Answer:
+        def delete(now: int) -> None:
+            if not mark_many(subscriber_id, "delete", {"ids": [message_id]}, now):
+                raise Rejected(404, f"there is no message {one_line(message_id[:255])} in this feed", "messageId")
+
+        return await self._act(call, delete, lambda _: Answer(204))
+
+    # -- routes: the end of a mail -------------------------------------------------------------------------------------
+
+    async def _show_unsubscribe(self, call: Call, token: str) -> Answer:
+        """A page with a button: programs that follow every link of a mail must change nothing."""
+        return unsubscribe_page(self.daemon.config, find_subscription(self.daemon.config, token), "ask")
+
+    async def _unsubscribe(self, call: Call, token: str) -> Answer:
+        """What a mail program sends at one click (RFC 8058), and the page's buttons."""
+        config, found = self.daemon.config, find_subscription(self.daemon.config, token)
+        back = b"undo=1" in (await self._body(call)).split(b"&")
+
+        def act(now: int) -> None:
+            if found is not None:
+                set_channels(found.subscriber_id, found.workflow, {found.channel: back}, now)
+
+        page = unsubscribe_page(config, found, "back" if back else "done")
+        return await self._act(call, act, lambda _: page)
 
 
 class ShortReply:
@@ -8721,6 +10109,7 @@ class ShortWay:
             and message.method == "POST"
             and not message.should_close
             and not message.compression
+            and "Idempotency-Key" not in message.headers
             and body.is_eof()
             and body.total_bytes <= MAX_BODY
         )
@@ -8772,6 +10161,10 @@ def short_way_server(api: Api) -> Any:
             return connection
 
     return Server
+
+
+def _answer_trigger(answers: Sequence[TriggerAnswer]) -> Answer:
+    return Answer(201, '{"data":' + _trigger_answer(answers[0]) + "}")
 
 
 def _trigger_answer(answer: TriggerAnswer) -> str:

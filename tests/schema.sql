@@ -134,7 +134,8 @@ CREATE TABLE inbox_messages (           -- the in-app feed
     created_at      INTEGER NOT NULL,
     seen_at         INTEGER,
     read_at         INTEGER,
-    archived_at     INTEGER
+    archived_at     INTEGER,
+    actions         TEXT                -- JSON: which of its buttons were pressed
 ) STRICT;
 
 CREATE TABLE jobs (
@@ -260,6 +261,8 @@ CREATE TABLE subscribers (
     data            TEXT,               -- JSON object, free
     schedule        TEXT,               -- JSON, weekly hours as in the API; NULL: always open
     credentials     TEXT,               -- JSON: by provider, what a chat or push provider needs to reach this one
+    is_online       INTEGER CHECK (is_online IN (0, 1)),                -- as an app of yours told
+    last_online_at  INTEGER,
     created_at      INTEGER NOT NULL,
     updated_at      INTEGER NOT NULL
 ) STRICT;
