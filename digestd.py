@@ -8814,7 +8814,8 @@ def set_preference(subscriber_id: str, change: PreferenceChange, now: int) -> No
 
 def _workflow_facts(config: Config, name: str) -> dict[str, Any]:
     workflow = config.workflows[name]
-    return {"id": name, "identifier": name, "slug": name, "name": workflow.name or name, "critical": workflow.critical}
+    told = {"name": workflow.name or name, "critical": workflow.critical, "tags": [], "severity": "none"}
+    return {"id": name, "identifier": name, "slug": name, **told}
 
 
 def _workflow_channels(config: Config, name: str, choices: Mapping[tuple[str, str], bool]) -> dict[str, bool]:
@@ -9214,7 +9215,7 @@ def inbox_entry(config: Config, item: FeedItem) -> dict[str, Any]:
     if item.subject is not None:
         facts["subject"] = item.subject
     if item.workflow in config.workflows:
-        facts["workflow"] = {**_workflow_facts(config, item.workflow), "tags": [], "severity": "none"}
+        facts["workflow"] = _workflow_facts(config, item.workflow)
     for button, how in json.loads(item.actions or "{}").items():
         facts[f"{button}Action"] = {"label": button, "isCompleted": how["status"] == "done"}
     return facts
@@ -9320,7 +9321,12 @@ def mark_as(config: Config, subscriber_id: str, ids: Sequence[str], mark: str, n
     if not _mark(subscriber_id, mark, now, _THESE, json.dumps(list(ids))):
         raise Rejected(404, "there are no such messages in this feed", "messageId")
     found = rows(f"{_FEED}{_THESE} ORDER BY m.id DESC", subscriber_id, json.dumps(list(ids)))
-    return [feed_entry(FeedItem._make(one)) for one in found]
+    return [_marked_entry(FeedItem._make(one)) for one in found]
+
+
+def _marked_entry(item: FeedItem) -> dict[str, Any]:
+    """A row of the feed as an answer to a mark, where its subscriber would have to be told whole."""
+    return {name: value for name, value in feed_entry(item).items() if name != "subscriber"}
 
 
 def mark_all(subscriber_id: str, mark: str, wanted: Mapping[str, bool | None], now: int) -> int:
@@ -9375,7 +9381,7 @@ def note_action(
     if payload is not None and not isinstance(payload, dict):
         raise Rejected(422, "payload must be an object", "payload")
     press(subscriber_id, message_id, button, {"status": status, "payload": payload or {}})
-    return feed_entry(_one_entry(subscriber_id, message_id))
+    return _marked_entry(_one_entry(subscriber_id, message_id))
 
 
 # -- the end of a mail -------------------------------------------------------------------------------------------------
@@ -10170,7 +10176,8 @@ def _answer_trigger(answers: Sequence[TriggerAnswer]) -> Answer:
 def _trigger_answer(answer: TriggerAnswer) -> str:
     """Novu's answer to a trigger, as JSON text."""
     errors = f',"error":{_dumps(answer.errors)}' if answer.errors else ""
-    return f'{{"acknowledged":true,"status":"{answer.status}","transactionId":{_dumps(answer.transaction_id)}{errors}}}'
+    known = "" if answer.transaction_id is None else f',"transactionId":{_dumps(answer.transaction_id)}'
+    return f'{{"acknowledged":true,"status":"{answer.status}"{known}{errors}}}'
 
 
 def systemd_sockets() -> list[socket.socket]:
