@@ -2139,7 +2139,15 @@ PRESETS = {
 }
 
 
+def _webhook_schema(schema: dict[str, Any]) -> None:
+    """For editors: a preset needs no type, and where a webhook goes to must stand somewhere."""
+    schema["required"] = []
+    given = [["type", "url"], ["type", "url_from"], ["preset", "url"], ["preset", "url_from"], ["preset", "token"]]
+    schema["anyOf"] = [{"required": names} for names in (*given, ["preset", "topic"])]
+
+
 class WebhookSettings(SenderSettings):
+    model_config = pydantic.ConfigDict(json_schema_extra=_webhook_schema)
     type: Literal["webhook"]
     preset: Literal["slack", "discord", "teams", "telegram", "ntfy", "mattermost", "googlechat", "apprise"] | None = (
         None
