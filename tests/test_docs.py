@@ -22,9 +22,12 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_config_of_the_readme_is_fine_and_short(tmp_path):
-    [text] = blocks("toml")
+    text, slack = blocks("toml")
     digestd.read_config(text, tmp_path / "config.toml")
     assert len([line for line in text.splitlines() if line.strip()]) <= 22
+    (tmp_path / "slack-url").write_text("https://hooks.example.org/services/T0/B0/x\n")
+    config = digestd.read_config(text + slack, tmp_path / "config.toml")
+    assert config.workflows["comments"].steps[-1].sender == "slack"
 
 
 @pytest.fixture
@@ -130,7 +133,7 @@ def test_the_defaults_in_the_example_are_the_defaults():
 def test_what_is_commented_out_in_the_example_is_right_too(tmp_path):
     """With its senders uncommented the file still loads: a comment that lies helps nobody."""
     text = EXAMPLE
-    for name in ("team", "mail"):
+    for name in ("team", "personal", "chat", "phone", "push", "rooms", "everywhere", "mail", "local"):
         start = text.index(f"# [senders.{name}]")
         end = text.index("\n\n", start)
         text = text[:start] + re.sub(r"^# ", "", text[start:end], flags=re.MULTILINE) + text[end:]
