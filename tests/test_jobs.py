@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import digestd
-from conftest import BASIC, START
+from conftest import BASIC, START, statements
 
 CHAIN = (
     BASIC
@@ -530,3 +532,197 @@ def test_a_critical_workflow_holds_no_message(world):
     w.trigger("comments", payload={"postId": 1})
     w.advance("10m")
     assert len(w.sent) == 1
+
+
+# -- lanes: one try at a time for each sender, subscriber and key ------------------------------------------------------
+
+NOW = BASIC.replace('window = "10m"', 'window = "1s"')
+
+
+def claimed(w) -> list[tuple[str, str]]:
+    """Tick once; for whom and with which key tries begin, none of which has ended."""
+    with digestd.transaction():
+        report = digestd.tick(w.config, w.now, w.room)
+    w.flying = [*getattr(w, "flying", []), *report.claims]
+    return [(json.loads(claim.message.body)["data"]["subscriber"]["subscriberId"],
+             json.loads(claim.message.body)["data"]["digest"]["key"]) for claim in report.claims]  # fmt: skip
+
+
+def land(w, number: int = 0, outcome: str = "sent") -> None:
+    """The try that began first ends."""
+    claim = w.flying.pop(number)
+    with digestd.transaction():
+        sent = digestd.Sent(claim, digestd.result_of(claim, outcome))
+        digestd.record_outcomes(w.config, [sent], w.now)
+    w.room.end(claim.sender_name, claim.lane)
+
+
+def windows(w, *names: tuple[str, str]) -> None:
+    """Close a window for each (subscriber, key), one after the other."""
+    for subscriber, key in names:
+        w.trigger("comments", subscriber, {"postId": key})
+        w.clock.at += 1000
+        with digestd.transaction():
+            digestd.close_windows(w.config, w.now)
+
+
+def test_a_second_message_for_one_subscriber_and_key_waits_for_the_first(world):
+    w = world(NOW)
+    windows(w, ("s1", "a"), ("s1", "a"), ("s1", "b"), ("s2", "a"), ("s1", "a"))
+    assert claimed(w) == [("s1", "a"), ("s1", "b"), ("s2", "a")]
+    assert claimed(w) == []
+    land(w)
+    assert claimed(w) == [("s1", "a")]
+    land(w, 2)
+    assert claimed(w) == [("s1", "a")]
+    assert [claim.run_id for claim in w.flying][-1] == 5, "in the order in which they came"
+
+
+def test_a_message_that_is_to_be_tried_again_does_not_hold_up_the_next_one(world):
+    w = world(NOW)
+    windows(w, ("s1", "a"), ("s1", "a"))
+    claimed(w)
+    land(w, outcome="temporary")
+    assert claimed(w) == [("s1", "a")]
+    assert w.flying[0].run_id == 2
+
+
+def test_a_long_lane_takes_no_place_from_others_behind_it(world):
+    w = world(NOW + "[daemon]\nconcurrency = 3\n")
+    windows(w, *[("s1", "a")] * 40, ("s2", "a"))
+    assert claimed(w) == [("s1", "a"), ("s2", "a")]
+
+
+def test_what_waits_in_a_lane_costs_the_tick_nothing(world):
+    w = world(NOW)
+    windows(w, *[("s1", "a")] * 60)
+    claimed(w)
+    found = statements(lambda: claimed(w))
+    assert not [sql for sql in found if "UPDATE jobs" in sql]
+    for sql in found:
+        if "lane" in sql and sql.startswith(("SELECT", "UPDATE")):
+            plan = [detail for *_, detail in w.rows(f"EXPLAIN QUERY PLAN {sql}")]
+            assert any("jobs_waiting (sender=? AND lane=?" in detail for detail in plan), plan
+
+
+def test_a_cancelled_message_leaves_its_lane_to_the_others_within_a_minute(world):
+    w = world(NOW)
+    windows(w, ("s1", "a"), ("s1", "a"), ("s1", "a"))
+    claimed(w)
+    land(w)
+    with digestd.transaction():  # the next one is let out, and goes before it is taken
+        digestd._open_lanes(w.room)
+        digestd.move(digestd.Job, 2, "waiting", "cancelled", finished_at=w.now)
+    assert claimed(w) == []
+    with digestd.transaction():
+        assert digestd.unpark_jobs(w.room.lanes) == 1
+    assert claimed(w) == [("s1", "a")]
+
+
+def test_a_start_and_a_change_of_the_config_let_all_out_of_their_lanes(world):
+    w = world(NOW)
+    windows(w, ("s1", "a"), ("s1", "a"))
+    claimed(w)
+    assert w.one("SELECT count(*) FROM jobs WHERE lane <> ''") == 1
+    w.crash()
+    w.open()
+    assert w.one("SELECT count(*) FROM jobs WHERE lane <> ''") == 0
+
+
+def test_a_transaction_that_is_rolled_back_leaves_no_lane_taken(world):
+    w = world(NOW)
+    windows(w, ("s1", "a"))
+    kept = w.room.kept()
+    with pytest.raises(RuntimeError), digestd.transaction():
+        digestd.tick(w.config, w.now, w.room)
+        assert w.room.lanes
+        raise RuntimeError
+    w.room.restore(kept)
+    assert claimed(w) == [("s1", "a")]
+
+
+def test_runs_of_a_repeatable_have_no_lane(world):
+    w = world(BASIC + '[repeatables.r]\nevery = "1s"\nsender = "hook"\n')
+    for _ in range(3):
+        w.clock.at += 1000
+        with digestd.transaction():
+            w.flying = [*getattr(w, "flying", []), *digestd.tick(w.config, w.now, w.room).claims]
+    assert len(w.flying) == 3 and {claim.lane for claim in w.flying} == {""}
+
+
+# -- what subscribers chose to get -------------------------------------------------------------------------------------
+
+CHANNELS = """
+[senders.console]
+type = "log"
+[workflows.news]
+[[workflows.news.steps]]
+id = "mail"
+type = "email"
+sender = "console"
+[[workflows.news.steps]]
+id = "chat"
+type = "chat"
+sender = "console"
+[[workflows.news.steps]]
+id = "feed"
+type = "in_app"
+"""
+
+
+def choose(w, workflow: str, **channels: bool) -> None:
+    with digestd.transaction():
+        digestd.set_channels("s1", workflow, channels, w.now)
+
+
+def outcome_of(w) -> dict[str, str]:
+    """Each step of a fresh event's run, by what became of it."""
+    w.trigger("news")
+    w.tick()
+    run = w.one("SELECT max(id) FROM runs")
+    assert w.one("SELECT state FROM runs WHERE id = ?", run) == "completed"
+    return dict(w.rows("SELECT step, coalesce(reason, state) FROM jobs WHERE run_id = ? ORDER BY id", run))
+
+
+ALL = {"mail": "completed", "chat": "completed", "feed": "completed"}
+
+
+def test_a_channel_that_a_subscriber_turned_off_is_skipped_with_the_reason_and_the_run_goes_on(world):
+    w = world(CHANNELS)
+    assert outcome_of(w) == ALL
+    choose(w, "news", email=False, in_app=False)
+    off = "the subscriber turned {} off"
+    assert outcome_of(w) == {**ALL, "mail": off.format("email"), "feed": off.format("in_app")}
+    choose(w, "news", email=True)
+    assert outcome_of(w) == {**ALL, "feed": off.format("in_app")}
+
+
+def test_a_choice_for_a_workflow_comes_before_one_for_all_of_them(world):
+    w = world(CHANNELS)
+    choose(w, "", email=False, chat=False)
+    choose(w, "news", chat=True)
+    assert outcome_of(w) == {**ALL, "mail": "the subscriber turned email off"}
+
+
+def test_a_channel_that_the_config_turns_off_can_be_turned_on(world):
+    w = world(CHANNELS.replace("[workflows.news]\n", "[workflows.news]\nchannels = { email = false }\n"))
+    assert outcome_of(w) == {**ALL, "mail": "email is off unless the subscriber turns it on"}
+    choose(w, "", email=True)
+    assert outcome_of(w) == ALL
+
+
+def test_a_critical_workflow_asks_nobody(world):
+    w = world(
+        CHANNELS.replace("[workflows.news]\n", "[workflows.news]\ncritical = true\nchannels = { chat = false }\n")
+    )
+    choose(w, "news", email=False, chat=False, in_app=False)
+    assert outcome_of(w) == ALL
+
+
+def test_what_a_subscriber_chose_goes_with_it(world):
+    w = world(CHANNELS)
+    w.trigger("news")
+    choose(w, "news", email=False)
+    with digestd.transaction():
+        digestd.delete_subscriber("s1", w.now)
+    assert w.rows("SELECT * FROM preferences") == [] and outcome_of(w) == ALL

@@ -214,3 +214,183 @@ def test_a_result_that_the_database_refuses_does_not_take_the_others_with_it(wor
         digestd.record_outcomes(w.config, [sent[0], bad, sent[2]], w.now)
     states = dict(w.rows("SELECT id, state FROM jobs"))
     assert [states[claim.job_id] for claim in claims] == ["completed", "active", "completed"]
+
+
+# -- senders that are disabled -----------------------------------------------------------------------------------------
+
+
+def make_tries(world, **facts) -> None:
+    """Begin what is due, and let every try by the hook come to this."""
+    with digestd.transaction():
+        report = digestd.tick(world.config, world.now, world.room)
+    for claim in report.claims:
+        result = digestd.result_of(claim, **facts) if claim.sender_name == "hook" else digestd.result_of(claim, "sent")
+        world.sent.append((world.now, claim, result))
+        with digestd.transaction():
+            digestd.record_outcomes(world.config, [digestd.Sent(claim, result)], world.now)
+        world.room.end(claim.sender_name, claim.lane)
+
+
+GONE = {"outcome": "permanent", "reason": "HTTP 410", "status_code": 410, "cause": "gone"}
+
+
+def test_a_sender_that_is_gone_is_disabled_and_its_message_waits_with_what_follows(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert", "s1")
+    make_tries(w, **GONE)
+    w.tick()
+    assert w.rows("SELECT name, state, cause, reason FROM senders") == [("hook", "disabled", "gone", "HTTP 410")]
+    w.trigger("alert", "s2")
+    w.advance("30d")
+    assert w.rows("SELECT run_id, step, state FROM jobs WHERE sender = 'hook'") == [
+        (1, "hook", "waiting"),
+        (2, "hook", "waiting"),
+    ]
+    assert w.rows("SELECT outcome, status_code FROM attempts WHERE job_id = 1") == [("permanent", 410)]
+    # The other sender is not held up, neither for the message that met the 410 nor for the one that came later.
+    assert [claim.run_id for _, claim, _ in w.sent if claim.sender_name == "console"] == [1, 2]
+    assert w.rows("SELECT what, name, reason FROM v_trouble") == [("sender disabled", "hook", "HTTP 410; 2 jobs wait")]
+
+
+def test_what_waited_for_a_disabled_sender_goes_out_once_it_is_enabled(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert", "s1")
+    make_tries(w, **GONE)
+    w.trigger("alert", "s2")
+    w.advance("1d")
+    with digestd.transaction():
+        assert digestd.enable_sender("hook") is True
+        assert digestd.enable_sender("hook") is False
+    w.tick()
+    assert w.rows("SELECT state, tries FROM jobs WHERE sender = 'hook'") == [("completed", 1), ("completed", 1)]
+    assert w.rows("SELECT state FROM runs") == [("completed",), ("completed",)]
+    assert w.one("SELECT count(*) FROM jobs") == 4, "no step has run twice"
+    assert w.rows("SELECT state, failures FROM senders") == [("ok", 0)]
+    assert w.rows("SELECT * FROM v_trouble") == []
+
+
+def test_steps_that_waited_for_a_first_try_go_on_when_its_sender_is_disabled(world):
+    w = world(TWO_STEPS + "[daemon]\nconcurrency = 1\n")
+    for number in range(5):
+        w.trigger("alert", f"s{number}")
+    make_tries(w, **GONE)  # one has room, four have never been tried
+    w.tick()
+    assert len([claim for _, claim, _ in w.sent if claim.sender_name == "console"]) == 5
+    assert w.one("SELECT count(*) FROM jobs WHERE sender = 'hook' AND state = 'waiting'") == 5
+
+
+def test_a_step_that_stops_on_failure_waits_for_the_disabled_sender(world):
+    w = world(TWO_STEPS.replace('id = "hook"', 'id = "hook"\nstop_on_failure = true'))
+    w.trigger("alert", "s1")
+    make_tries(w, **GONE)
+    w.trigger("alert", "s2")
+    w.advance("1d")
+    assert [claim.sender_name for _, claim, _ in w.sent] == ["hook"]
+    with digestd.transaction():
+        digestd.enable_sender("hook")
+    w.advance("1s")
+    assert [claim.sender_name for _, claim, _ in w.sent].count("console") == 2
+
+
+def test_a_webhook_that_fails_for_five_days_is_disabled_and_nothing_is_lost(world):
+    w = world(TWO_STEPS)
+    for hour in range(0, 130, 6):
+        w.clock.at = START + hour * digestd.HOUR
+        w.trigger("alert", f"s{hour}")
+        make_tries(w, outcome="temporary", reason="HTTP 503", status_code=503)
+        if hour < 120:
+            assert w.one("SELECT state FROM senders") == "ok"
+    state, cause, reason = w.one("SELECT state, cause, reason FROM senders")
+    assert (state, cause) == ("disabled", "failing") and "2026-03-09 09:00" in reason and "HTTP 503" in reason
+    assert w.one("SELECT count(*) FROM jobs WHERE sender = 'hook' AND state = 'waiting'") > 0
+
+
+def test_one_success_begins_the_count_of_failures_anew(world):
+    w = world(TWO_STEPS)
+    for hour in range(0, 240, 6):
+        w.clock.at = START + hour * digestd.HOUR
+        w.trigger("alert", f"s{hour}")
+        make_tries(w, outcome="sent" if hour == 96 else "temporary", status_code=200 if hour == 96 else 503)
+        if hour == 96:
+            assert w.rows("SELECT state, failures, failing_at FROM senders") == [("ok", 0, None)]
+    assert w.one("SELECT disabled_at FROM senders") == START + (102 + 120) * digestd.HOUR
+
+
+def test_a_day_without_a_try_begins_the_count_of_failures_anew(world):
+    w = world(TWO_STEPS.replace('retry = ["5s", "1m"]', "retry = []"))
+    for day in range(0, 40, 2):
+        w.clock.at = START + day * digestd.DAY
+        w.trigger("alert", f"s{day}")
+        make_tries(w, outcome="temporary", status_code=503)
+    assert w.rows("SELECT state, failures FROM senders") == [("ok", 1)]
+
+
+def test_a_template_that_fails_is_no_fault_of_its_sender(world):
+    w = world(TWO_STEPS)
+    for hour in range(0, 240, 6):
+        w.clock.at = START + hour * digestd.HOUR
+        w.trigger("alert", f"s{hour}")
+        make_tries(w, outcome="permanent", reason="the template failed")
+    assert w.rows("SELECT * FROM senders") == []
+
+
+def test_successes_of_a_sender_that_never_failed_cost_no_statement(world):
+    from conftest import statements
+
+    w = world(TWO_STEPS)
+    w.trigger("alert")
+    assert [sql for sql in statements(w.tick) if "UPDATE senders" in sql or "INTO senders" in sql] == []
+
+
+def test_what_is_remembered_of_a_sender_goes_with_it(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert")
+    make_tries(w, **GONE)
+    w.use(TWO_STEPS.replace('"hook"', '"other"').replace("senders.hook", "senders.other"))
+    w.tick()
+    assert w.rows("SELECT * FROM senders") == []
+    assert w.one("SELECT state FROM jobs WHERE step = 'hook'") == "failed", "its step is gone, and a person sees it"
+
+
+def test_a_login_that_was_refused_is_tried_again_after_a_start_but_a_gone_sender_is_not(world):
+    w = world(BASIC)
+    with digestd.transaction():
+        digestd.disable_sender(w.config, "mail", "login", "535", w.now)
+        digestd.disable_sender(w.config, "hook", "gone", "HTTP 410", w.now)
+        digestd.enable_mended()
+    assert w.rows("SELECT name, state FROM senders ORDER BY name") == [("hook", "disabled"), ("mail", "ok")]
+
+
+def test_changed_settings_enable_a_sender_but_not_one_that_a_person_disabled(world):
+    w = world(BASIC)
+    with digestd.transaction():
+        digestd.disable_sender(w.config, "mail", "person", "moving", w.now)
+        digestd.disable_sender(w.config, "hook", "gone", "HTTP 410", w.now)
+        digestd.enable_mended(["mail", "hook"])
+    assert w.rows("SELECT name, state FROM senders ORDER BY name") == [("hook", "ok"), ("mail", "disabled")]
+
+
+def test_a_repeatable_of_a_disabled_sender_does_not_pile_up(world):
+    w = world(BASIC + '[repeatables.r]\nevery = "1m"\nsender = "hook"\n')
+    with digestd.transaction():
+        digestd.disable_sender(w.config, "hook", "person", "moving", w.now)
+    w.advance("1d")
+    assert w.one("SELECT count(*) FROM jobs") == 1 and w.sent == []
+    with digestd.transaction():
+        digestd.enable_sender("hook")
+    w.advance("2m")
+    assert [at - START - digestd.DAY for at, _, _ in w.sent] == [0, 60_000, 120_000]
+
+
+def test_a_server_that_hangs_up_before_it_takes_anything_is_tried_once_more_at_once(world):
+    w = world(TWO_STEPS)
+    w.trigger("alert")
+    for _ in range(2):
+        with digestd.transaction():
+            [claim, *_] = [c for c in digestd.tick(w.config, w.now, w.room).claims if c.sender_name == "hook"]
+        result = digestd.result_of(claim, "temporary", "421 later", 421)._replace(at_once=True)
+        with digestd.transaction():
+            digestd.record_outcomes(w.config, [digestd.Sent(claim, result)], w.now)
+        w.room.end("hook", claim.lane)
+    assert w.one("SELECT state, due_at - ?, tries FROM jobs WHERE step = 'hook'", w.now) == ("delayed", 5000, 1)
+    assert w.rows("SELECT number, started_at FROM attempts WHERE job_id = 1") == [(1, w.now), (2, w.now)]

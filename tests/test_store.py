@@ -174,7 +174,18 @@ def test_a_move_happens_once_and_only_from_the_state_it_names(world, table, pair
         "repeatables": "finished_at",
         "senders": "disabled_at",
     }[table]
-    final = {"disabled", "cancelled", "failed", "closed", "discarded", "completed", "merged", "skipped", "finished", "retired"}
+    final = {
+        "disabled",
+        "cancelled",
+        "failed",
+        "closed",
+        "discarded",
+        "completed",
+        "merged",
+        "skipped",
+        "finished",
+        "retired",
+    }
     w.rows(f"UPDATE {table} SET state = ?, {ends} = ? WHERE id = 1", old, START if old in final else None)
     facts = {ends: START if new in final else None}
     assert digestd.move(model, 1, old, new, **facts) is True
