@@ -426,11 +426,13 @@ class Rejected(DigestdError):
         field: str = "general",
         hint: str = "",
         problems: Sequence[tuple[str, str]] = (),
+        more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
         super().__init__(message, hint)
         self.status = status
         self.field = field
         self.problems = problems  # with a payload, one by one: where, and what
+        self.more = more  # what the answer holds beside the error
 
 
 def shown(value: Any) -> str:
@@ -8545,7 +8547,8 @@ _ROUTES = {
     f"{_S1}/*/credentials": {"PUT": "_set_credentials", "PATCH": "_set_credentials"},
     f"{_S1}/*/credentials/*": {"DELETE": "_drop_credentials"},
     f"{_S1}/*/online-status": {"PATCH": "_set_online"},
-    f"{_S1}/*/preferences": {"GET": "_old_preferences"},
+    f"{_S1}/*/preferences": {"GET": "_old_preferences", "PATCH": "_patch_old_global"},
+    f"{_S1}/*/preferences/(global|template)": {"GET": "_old_preferences_of"},
     f"{_S1}/*/preferences/*": {"PATCH": "_patch_old_preference"},
     f"{_S1}/*/notifications/feed": {"GET": "_feed"},
     f"{_S1}/*/notifications/unseen": {"GET": "_unseen"},
@@ -8746,15 +8749,37 @@ def search_subscribers(call: Call) -> dict[str, Any]:
 MOST_COUNTED = 50_000
 
 
+PROVIDERS = (  # of chat and push: the SDKs can read no subscriber that has another one
+    "slack", "discord", "msteams", "webex-messaging", "mattermost", "ryver", "zulip", "grafana-on-call", "getstream",
+    "rocket-chat", "whatsapp-business", "line", "chat-webhook", "novu-slack", "telegram", "sendblue", "novu-web-chat",
+    "fcm", "apns", "expo", "one-signal", "pushpad", "push-webhook", "pusher-beams", "appio",
+)  # fmt: skip
+CREDENTIALS = ("webhookUrl", "channel", "alertUid", "title", "imageUrl", "state", "externalUrl")
+
+
+def check_credentials(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The provider in a call's body, and what it needs. Raises Rejected(422)."""
+    provider, given = body.get("providerId"), body.get("credentials")
+    if provider not in PROVIDERS:
+        hint = nearest(provider, PROVIDERS) if isinstance(provider, str) else f"there are {', '.join(PROVIDERS)}"
+        raise Rejected(422, f"{shown(provider)} is no provider of chat or push; {hint}", "providerId")
+    if not isinstance(given, dict):
+        raise Rejected(422, "credentials must be an object", "credentials")
+    known = {name: given[name] for name in (*CREDENTIALS, "deviceTokens") if given.get(name) is not None}
+    for name, value in known.items():
+        if name == "deviceTokens":
+            if not isinstance(value, list) or not all(isinstance(token, str) for token in value):
+                raise Rejected(422, "deviceTokens must be a list of texts", "credentials")
+        elif not isinstance(value, str):
+            raise Rejected(422, f"{name} must be a text", "credentials")
+    json_text(known, "credentials")
+    return str(provider), known
+
+
 def set_credentials(subscriber_id: str, body: dict[str, Any], replace: bool, now: int) -> dict[str, Any]:
     """Keep what a chat or push provider needs to reach a subscriber; device tokens are added, unless all is replaced.
     Raises Rejected."""
-    provider, given = body.get("providerId"), body.get("credentials")
-    if not isinstance(provider, str) or not re.fullmatch(r"[a-z0-9-]{1,60}", provider):
-        raise Rejected(422, "providerId must be the name of a provider, such as slack", "providerId")
-    if not isinstance(given, dict):
-        raise Rejected(422, "credentials must be an object", "credentials")
-    json_text(given, "credentials")
+    provider, given = check_credentials(body)
     find_subscriber(subscriber_id)
     known = load_credentials(subscriber_id)
     before = {} if replace else known.get(provider, {})
@@ -8869,6 +8894,23 @@ def old_preferences_of(config: Config, subscriber_id: str) -> list[dict[str, Any
         }
         for name, workflow in config.workflows.items()
     ]
+
+
+def old_global_of(subscriber_id: str) -> dict[str, Any]:
+    """What a subscriber gets of all workflows, as Novu's first clients know it."""
+    choices = channel_choices(subscriber_id)
+    return {"enabled": True, "channels": {channel: choices.get(("", channel), True) for channel in CHANNELS}}
+
+
+def old_channels(body: dict[str, Any]) -> dict[str, Any]:
+    """Which channels a call of Novu's first clients turns on or off: {channel: {type, enabled}}, {preferences: [the
+    same]}, or {enabled} for all of them. Raises Rejected(422)."""
+    listed = body.get("preferences", [body["channel"]] if "channel" in body else None)
+    if listed is None and isinstance(body.get("enabled"), bool):
+        return dict.fromkeys(CHANNELS, body["enabled"])
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise Rejected(422, "channel must be an object with type and enabled", "channel")
+    return {str(one.get("type")): one.get("enabled") for one in listed}
 
 
 # -- what became of events: Novu's activity feed -----------------------------------------------------------------------
@@ -9175,14 +9217,55 @@ _FEED = (
 _FEED_STATES = {"seen": "m.seen_at", "read": "m.read_at", "archived": "m.archived_at"}
 
 
-def _feed_condition(wanted: Mapping[str, bool | None]) -> str:
-    """Which rows of a feed are wanted, as SQL. None of ours is ever put off."""
-    parts = [
-        f" AND {_FEED_STATES[name]} IS {'NOT ' if is_on else ''}NULL"
-        for name, is_on in wanted.items()
-        if name in _FEED_STATES and is_on is not None
-    ]
-    return "".join([*parts, " AND 0" if wanted.get("snoozed") else ""])
+def _leaves(value: Any, path: str = "$") -> Iterator[tuple[str, str]]:
+    """The members of an object at any depth: where each stands, as SQLite says it, and its JSON."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if '"' in name:
+                raise Rejected(422, "names with a quote in them cannot be looked for", "data")
+            yield from _leaves(inner, f'{path}."{name}"')
+    else:
+        yield path, json_text(value, "data")
+
+
+def feed_condition(wanted: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Which rows of a feed are wanted, as SQL with its values. None of ours is ever put off, has a tag, or a severity;
+    data is part of the payload."""
+    text, values = "", list[Any]()
+    for name, column in _FEED_STATES.items():
+        if wanted.get(name) is not None:
+            text += f" AND {column} IS {'NOT ' if wanted[name] else ''}NULL"
+    severity = wanted.get("severity")
+    severity = [severity] if isinstance(severity, str) else severity
+    if wanted.get("snoozed") or wanted.get("tags") or (severity and "none" not in severity):
+        text += " AND 0"
+    for path, leaf in _leaves(wanted.get("data") or {}):
+        text += " AND json_extract(m.payload, ?) IS json_extract(?, '$')"
+        values += [path, leaf]
+    return text, values
+
+
+def check_data(text: Any) -> dict[str, Any] | None:
+    """A part of a payload that is looked for: a JSON object, or its text. Raises Rejected(422)."""
+    if text is None or text == "":
+        return None
+    try:
+        found = parse_json(text) if isinstance(text, str) else text
+    except Rejected as error:
+        raise Rejected(422, f"data must be the JSON of an object: {error.message}", "data") from None
+    if not isinstance(found, dict):
+        raise Rejected(422, "data must be the JSON of an object", "data")
+    return found
+
+
+def check_payload_filter(text: str | None) -> dict[str, Any] | None:
+    """The same as the first API has it: base64 of the JSON. Raises Rejected(422)."""
+    if text is None:
+        return None
+    try:
+        return check_data(base64.b64decode(text, validate=True).decode())
+    except (ValueError, UnicodeDecodeError):
+        raise Rejected(422, "payload must be the base64 of a JSON object", "payload") from None
 
 
 def _cta(item: FeedItem) -> dict[str, Any]:
@@ -9229,15 +9312,16 @@ def inbox_entry(config: Config, item: FeedItem) -> dict[str, Any]:
     return facts
 
 
-def count_feed(subscriber_id: str, wanted: Mapping[str, bool | None]) -> int:
+def count_feed(subscriber_id: str, wanted: Mapping[str, Any]) -> int:
     """How many rows of a feed are as wanted."""
-    text = f"SELECT count(*) FROM inbox_messages m WHERE m.subscriber_id = ?{_feed_condition(wanted)}"
-    return int(row(text, subscriber_id)[0])
+    condition, values = feed_condition(wanted)
+    text = f"SELECT count(*) FROM inbox_messages m WHERE m.subscriber_id = ?{condition}"
+    return int(row(text, subscriber_id, *values)[0])
 
 
-def _feed_rows(subscriber_id: str, condition: str, limit: int, offset: int) -> list[FeedItem]:
+def _feed_rows(subscriber_id: str, condition: str, values: Sequence[Any], limit: int, offset: int) -> list[FeedItem]:
     text = f"{_FEED}{condition} ORDER BY m.id DESC LIMIT ? OFFSET ?"
-    return list(map(FeedItem._make, rows(text, subscriber_id, limit, offset)))
+    return list(map(FeedItem._make, rows(text, subscriber_id, *values, limit, offset)))
 
 
 def page_feed(config: Config, subscriber_id: str, call: Call) -> dict[str, Any]:
@@ -9245,7 +9329,8 @@ def page_feed(config: Config, subscriber_id: str, call: Call) -> dict[str, Any]:
     find_subscriber(subscriber_id)
     page, limit = call.number("page", 0, 10**6, 0), call.number("limit", 10, 100)
     wanted = {"read": call.flag("read"), "seen": call.flag("seen"), "archived": False}
-    found = _feed_rows(subscriber_id, _feed_condition(wanted), limit + 1, page * limit)
+    wanted["data"] = check_payload_filter(call.value("payload"))  # type: ignore[assignment]
+    found = _feed_rows(subscriber_id, *feed_condition(wanted), limit + 1, page * limit)
     told = {"totalCount": count_feed(subscriber_id, wanted), "hasMore": len(found) > limit}
     return {"data": list(map(feed_entry, found[:limit])), **told, "pageSize": limit, "page": page}
 
@@ -9254,8 +9339,10 @@ def page_inbox(config: Config, subscriber_id: str, call: Call) -> dict[str, Any]
     """The same for its second version: from an offset, or after a message."""
     find_subscriber(subscriber_id)
     limit, offset, after = call.number("limit", 10, 100), call.number("offset", 0, 10**6, 0), call.value("after")
-    wanted = {name: call.flag(name) for name in ("read", "seen", "archived", "snoozed")}
-    condition = _feed_condition(wanted)
+    wanted: dict[str, Any] = {name: call.flag(name) for name in ("read", "seen", "archived", "snoozed")}
+    wanted |= {"tags": call.values("tags") or None, "severity": call.values("severity") or None}
+    wanted["data"] = check_data(call.value("data"))
+    condition, values = feed_condition(wanted)
     if after is not None:
         place = row("SELECT id FROM inbox_messages WHERE public_id = ? AND subscriber_id = ?", after, subscriber_id)
         if not place:
@@ -9264,7 +9351,7 @@ def page_inbox(config: Config, subscriber_id: str, call: Call) -> dict[str, Any]
     for name, sign in (("createdGte", ">="), ("createdLte", "<=")):
         if call.value(name) is not None:
             condition += f" AND m.created_at {sign} {call.number(name, 0, 10**15, 0)}"
-    found = _feed_rows(subscriber_id, condition, limit + 1, offset)
+    found = _feed_rows(subscriber_id, condition, values, limit + 1, offset)
     told = {name: is_on for name, is_on in wanted.items() if is_on is not None}
     return {"data": [inbox_entry(config, one) for one in found[:limit]], "hasMore": len(found) > limit, "filter": told}
 
@@ -9278,7 +9365,7 @@ def check_filters(call: Call) -> list[dict[str, Any]]:
         for name in ("read", "seen", "archived", "snoozed"):
             if not isinstance(one.get(name), bool | None):
                 raise Rejected(422, f"{name} must be true or false", "filters")
-    return found
+    return [{**one, **({"data": check_data(one["data"])} if "data" in one else {})} for one in found]
 
 
 # What a mark does: the columns that are set when they are empty, and those that are emptied.
@@ -9299,7 +9386,7 @@ def check_mark(value: Any) -> str:
     return str(value)
 
 
-def check_marking(body: dict[str, Any]) -> tuple[list[str], str]:
+def check_marking(body: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Which messages are to be marked, and how; also as the first clients say it, {mark: {seen, read}}. Raises
     Rejected(422)."""
     ids, mark = body.get("messageId"), body.get("markAs")
@@ -9307,9 +9394,10 @@ def check_marking(body: dict[str, Any]) -> tuple[list[str], str]:
     if not isinstance(ids, list) or not ids or not all(isinstance(one, str) for one in ids):
         raise Rejected(422, "messageId must be an id, or a list of them", "messageId")
     if mark is None and isinstance(body.get("mark"), dict):
-        old = body["mark"]
-        mark = next((name if old[name] else f"un{name}" for name in ("read", "seen") if name in old), None)
-    return ids, check_mark(mark)
+        given = [(name, body["mark"][name]) for name in ("seen", "read") if body["mark"].get(name) is not None]
+        marks = [name if is_on else f"un{name}" for name, is_on in given]
+        return ids, marks or [check_mark(None)]
+    return ids, [check_mark(mark)]
 
 
 def _mark(subscriber_id: str, mark: str, now: int, condition: str, *values: Any) -> int:
@@ -9323,10 +9411,10 @@ def _mark(subscriber_id: str, mark: str, now: int, condition: str, *values: Any)
 _THESE = " AND m.public_id IN (SELECT value FROM json_each(?))"
 
 
-def mark_as(config: Config, subscriber_id: str, ids: Sequence[str], mark: str, now: int) -> list[dict[str, Any]]:
+def mark_as(subscriber_id: str, ids: Sequence[str], marks: Sequence[str], now: int) -> list[dict[str, Any]]:
     """Mark some messages of a feed; they are the answer. Raises Rejected(404) when there is none of these."""
     find_subscriber(subscriber_id)
-    if not _mark(subscriber_id, mark, now, _THESE, json.dumps(list(ids))):
+    if not all(_mark(subscriber_id, mark, now, _THESE, json.dumps(list(ids))) for mark in marks):
         raise Rejected(404, "there are no such messages in this feed", "messageId")
     found = rows(f"{_FEED}{_THESE} ORDER BY m.id DESC", subscriber_id, json.dumps(list(ids)))
     return [_marked_entry(FeedItem._make(one)) for one in found]
@@ -9334,15 +9422,16 @@ def mark_as(config: Config, subscriber_id: str, ids: Sequence[str], mark: str, n
 
 def _marked_entry(item: FeedItem) -> dict[str, Any]:
     """A row of the feed as an answer to a mark, where its subscriber would have to be told whole."""
-    return {name: value for name, value in feed_entry(item).items() if name != "subscriber"}
+    left_out = {"subscriber"} | ({"subject"} if item.subject is None else set())
+    return {name: value for name, value in feed_entry(item).items() if name not in left_out}
 
 
-def mark_all(subscriber_id: str, mark: str, wanted: Mapping[str, bool | None], now: int) -> int:
+def mark_all(subscriber_id: str, mark: str, now: int) -> int:
     """Mark all messages of a feed that are not marked so; how many that were."""
     find_subscriber(subscriber_id)
     filled, emptied = _MARKS[mark]
     changes = " OR ".join([f"{name} IS NULL" for name in filled] + [f"{name} IS NOT NULL" for name in emptied])
-    return _mark(subscriber_id, mark, now, f"{_feed_condition(wanted)} AND ({changes})")
+    return _mark(subscriber_id, mark, now, f" AND ({changes})")
 
 
 def mark_many(subscriber_id: str, way: str, body: dict[str, Any], now: int) -> int:
@@ -9351,7 +9440,9 @@ def mark_many(subscriber_id: str, way: str, body: dict[str, Any], now: int) -> i
     ids = body.get("ids", body.get("notificationIds"))
     if ids is not None and not (isinstance(ids, list) and all(isinstance(one, str) for one in ids)):
         raise Rejected(422, "notificationIds must be a list of ids", "notificationIds")
-    condition, values = (_THESE, [json.dumps(ids)]) if ids is not None else ("", [])
+    condition, values = feed_condition({"tags": body.get("tags"), "data": check_data(body.get("data"))})
+    if ids is not None:
+        condition, values = condition + _THESE, [*values, json.dumps(ids)]
     if way == "delete":
         return execute(f"DELETE FROM inbox_messages AS m WHERE m.subscriber_id = ?{condition}", subscriber_id, *values)
     if way == "read-archive":
@@ -9413,7 +9504,7 @@ def find_subscription(config: Config, token: str) -> Subscription | None:
     for name, workflow in config.workflows.items() if found else ():
         for channel in {step.type for step in workflow.steps if step.type in CHANNELS}:
             wanted = unsubscribe_token(int(row_id), found[0], name, channel).partition(".")[2]
-            if hmac.compare_digest(wanted.encode(), proof.encode("utf-8", "surrogateescape")):
+            if hmac.compare_digest(wanted.encode(), proof.encode("utf-8", "surrogatepass")):
                 return None if workflow.critical else Subscription(found[0], name, channel)
     return None
 
@@ -9615,7 +9706,7 @@ class Api:
         now = self.daemon.clock.now()
         if isinstance(error, Rejected):
             body = error_body(error.status, error.message, path, now, error.field, error.problems)
-            return Answer(error.status, body)
+            return Answer(error.status, {**error.more, **body})
         if isinstance(error, (TimeoutError, asyncio.CancelledError)):
             body = error_body(503, "the database is busy; nothing was stored", path, now)
             return Answer(503, body, "Retry-After: 1\r\n")
@@ -9757,7 +9848,8 @@ class Api:
             if error.field in ("to", "subscriberId"):
                 raise
             given = event.get("transactionId") if isinstance(event, dict) else None
-            return TriggerAnswer("error", given if isinstance(given, str) else None, (error.message,))
+            known = given if isinstance(given, str) else new_public_id("txn", self.daemon.clock.now())
+            return TriggerAnswer("error", known, (error.message,))  # its first clients cannot do without an id
 
     async def _cancel(self, call: Call, transaction_id: str) -> Answer:
         cancelled = await self._commit(call, functools.partial(CancelCall, transaction_id))
@@ -9835,8 +9927,9 @@ class Api:
         columns, must_be_new = check_wire_subscriber(body), call.flag("failIfExists")
 
         def create(now: int) -> Any:
-            if must_be_new and row("SELECT 1 FROM subscribers WHERE subscriber_id = ?", subscriber_id):
-                raise Rejected(409, f"there is a subscriber {subscriber_id} already", "subscriberId")
+            if must_be_new and (known := subscriber_rows("WHERE subscriber_id = ?", subscriber_id)):
+                words = f"there is a subscriber {subscriber_id} already"
+                raise Rejected(409, words, "subscriberId", more=known[0])  # the SDKs read it as the subscriber
             upsert_subscriber(subscriber_id, columns, now)
             return find_subscriber(subscriber_id)
 
@@ -9882,7 +9975,8 @@ class Api:
         return await self._act(call, act, lambda _: Answer(204))
 
     async def _set_online(self, call: Call, subscriber_id: str) -> Answer:
-        is_online = (await self._object(call)).get("isOnline")
+        body = await self._object(call)
+        is_online = body.get("isOnline", body.get("online"))  # the second is what an old client says
         if not isinstance(is_online, bool):
             raise Rejected(422, "isOnline must be true or false", "isOnline")
 
@@ -9929,13 +10023,23 @@ class Api:
     async def _old_preferences(self, call: Call, subscriber_id: str) -> Answer:
         return Answer(200, {"data": old_preferences_of(self.daemon.config, subscriber_id)})
 
+    async def _old_preferences_of(self, call: Call, subscriber_id: str, level: str) -> Answer:
+        found = old_preferences_of(self.daemon.config, subscriber_id)
+        return Answer(200, {"data": found if level == "template" else [{"preference": old_global_of(subscriber_id)}]})
+
+    async def _patch_old_global(self, call: Call, subscriber_id: str) -> Answer:
+        body = await self._object(call)
+        change = check_preference(self.daemon.config, {"channels": old_channels(body)})
+
+        def act(now: int) -> Any:
+            set_preference(subscriber_id, change, now)
+            return {"preference": old_global_of(subscriber_id)}
+
+        return await self._act(call, act, lambda found: Answer(200, {"data": found}))
+
     async def _patch_old_preference(self, call: Call, subscriber_id: str, workflow: str) -> Answer:
         config, body = self.daemon.config, await self._object(call)
-        channel = body.get("channel")
-        if not isinstance(channel, dict):
-            raise Rejected(422, "channel must be an object with type and enabled", "channel")
-        wanted = {"workflowId": workflow, "channels": {str(channel.get("type")): channel.get("enabled")}}
-        change = check_preference(config, wanted)
+        change = check_preference(config, {"workflowId": workflow, "channels": old_channels(body)})
 
         def act(now: int) -> Any:
             set_preference(subscriber_id, change, now)
@@ -9975,13 +10079,13 @@ class Api:
         return Answer(200, {"data": {"count": count_feed(subscriber_id, {"seen": seen})}})
 
     async def _mark_as(self, call: Call, subscriber_id: str) -> Answer:
-        ids, mark = check_marking(await self._object(call))
-        act = functools.partial(mark_as, self.daemon.config, subscriber_id, ids, mark)
+        ids, marks = check_marking(await self._object(call))
+        act = functools.partial(mark_as, subscriber_id, ids, marks)
         return await self._act(call, act, lambda found: Answer(201, {"data": found}))
 
     async def _mark_all(self, call: Call, subscriber_id: str) -> Answer:
         mark = check_mark((await self._object(call)).get("markAs"))
-        act = functools.partial(mark_all, subscriber_id, mark, {})
+        act = functools.partial(mark_all, subscriber_id, mark)
         return await self._act(call, act, lambda count: Answer(201, {"data": count}))
 
     async def _act_on_message(self, call: Call, subscriber_id: str, message_id: str, button: str) -> Answer:

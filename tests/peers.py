@@ -84,6 +84,7 @@ class Receiver:
     def __init__(self, *answers: Any, host: str = "127.0.0.1", port: int = 0, certificate: str | None = None) -> None:
         self.answers = collections.deque(answers)
         self.requests: list[Request] = []
+        self.accepted = 0
         self.connections: set[asyncio.StreamWriter] = set()
         self.scheme = "https" if certificate else "http"
         self.host = host
@@ -105,6 +106,7 @@ class Receiver:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.add(writer)
+        self.accepted += 1
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ssl.SSLError):
             while await self._exchange(reader, writer):
                 pass
@@ -269,7 +271,7 @@ class MailServer:
         from aiosmtpd.smtp import MISSING
 
         reply = await self.play("AUTH", server)
-        return MISSING if reply is None else AuthResult(success=False, handled=False, message=reply)
+        return MISSING if reply is None else reply
 
     async def handle_MAIL(self, server: Any, session: Any, envelope: Any, address: str, options: list[str]) -> str:
         reply = await self.play("MAIL", server)

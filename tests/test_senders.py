@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import datetime as dt
 import json
 import logging
@@ -1669,3 +1670,419 @@ def test_a_draft_that_nothing_foresaw_fails_for_good_and_not_with_a_traceback_up
     draft = draft_of(events=[digestd.DigestedEvent(1, START, "no json", None)], text="{{ payload.x }}")
     with pytest.raises(digestd.PermanentFailure):
         digestd.compose(draft)
+
+
+# -- more of webhooks: secrets that rotate, headers, addresses that data names, proxies ---------------------------------
+
+
+def test_while_a_secret_rotates_both_verify(receiver):
+    there = receiver()
+    old = "whsec_" + base64.b64encode(bytes(range(32, 64))).decode()
+    post(there.url(), secret=[SECRET, old], at=int(dt.datetime.now().timestamp() * 1000))
+    [request] = there.requests
+    assert len(request.headers["webhook-signature"].split(" ")) == 2
+    for secret in (SECRET, old):
+        assert standardwebhooks.Webhook(secret).verify(request.body.decode(), dict(request.headers)) == {"a": 1}
+
+
+def test_every_webhook_carries_its_id_as_an_idempotency_key_too(receiver):
+    there = receiver()
+    post(there.url())
+    assert there.requests[0].headers["idempotency-key"] == there.requests[0].headers["webhook-id"] == "msg_1"
+
+
+def test_headers_of_ones_own_are_sent_and_come_before_ours(receiver):
+    there = receiver()
+    post(there.url(), headers={"Authorization": "Bearer x", "content-type": "application/cloudevents+json"})
+    headers = there.requests[0].headers
+    assert headers["authorization"] == "Bearer x" and headers["content-type"] == "application/cloudevents+json"
+
+
+def test_a_receiver_may_end_the_tries_of_one_message(receiver):
+    there = receiver(Answer(503, {"webhook-delivery": "abort-message"}))
+    result = post(there.url())
+    assert result.outcome == "permanent" and "no more tries" in result.reason
+
+
+def test_410_says_that_the_endpoint_is_gone(receiver):
+    there = receiver(410, 404)
+    assert (post(there.url()).cause, post(there.url()).cause) == ("gone", None)
+
+
+@pytest.mark.parametrize(
+    ("address", "config", "data"),
+    [
+        ("8.8.8.8", True, True), ("2001:4860:4860::8888", True, True),
+        ("127.0.0.1", True, False), ("::1", True, False), ("10.1.2.3", True, False), ("192.168.1.1", True, False),
+        ("172.16.0.1", True, False), ("100.64.0.1", True, False), ("0.0.0.0", True, False), ("fd00::1", True, False),
+        ("::ffff:127.0.0.1", True, False), ("64:ff9b::7f00:1", True, False), ("2002:7f00:1::", True, False),
+        ("224.0.0.1", True, False), ("::", True, False), ("255.255.255.255", True, False),
+        ("169.254.169.254", False, False), ("::ffff:169.254.169.254", False, False), ("64:ff9b::a9fe:a9fe", False, False),
+        ("fe80::1", False, False), ("fd00:ec2::254", False, False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_reached_by_a_url_of_the_config_and_by_one_of_data(address, config, data):
+    for allowed, fine in ((None, config), ([], data)):
+        try:
+            digestd.refuse_address(address, allowed)
+        except digestd.PermanentFailure:
+            assert not fine, (address, allowed)
+        else:
+            assert fine, (address, allowed)
+
+
+def test_networks_that_are_allowed_are_reached_but_never_those_of_the_link():
+    digestd.refuse_address("10.1.2.3", ["10.0.0.0/8"])
+    digestd.refuse_address("::ffff:10.1.2.3", ["10.0.0.0/8"])
+    with pytest.raises(digestd.PermanentFailure):
+        digestd.refuse_address("169.254.169.254", ["0.0.0.0/0"])
+
+
+PERSONAL = """
+[senders.personal]
+type = "webhook"
+url_from = "subscriber.data.hookUrl"
+allow_addresses = ["127.0.0.0/8"]
+[workflows.w]
+[[workflows.w.steps]]
+id = "c"
+type = "chat"
+sender = "personal"
+"""
+
+
+def test_each_subscriber_has_a_url_of_its_own_and_a_retry_keeps_it(live, receiver):
+    one, two = receiver(503), receiver()
+    w = live(PERSONAL)
+    for name, there in (("s1", one), ("s2", two)):
+        w.subscriber(name, data={"hookUrl": there.url(f"/{name}")})
+        w.trigger("w", name)
+    w.tick()
+    w.subscriber("s1", data={"hookUrl": two.url("/elsewhere")})
+    w.advance("10s")
+    assert [request.target for request in one.requests] == ["/s1", "/s1"]
+    assert [request.target for request in two.requests] == ["/s2"]
+
+
+@pytest.mark.parametrize(
+    ("url", "state", "words"),
+    [
+        (None, "skipped", "nothing stands at subscriber.data.hookUrl"),
+        (5, "failed", "no text"),
+        ("ftp://example.org/", "failed", "http"),
+        ("http://u:p@example.org/", "failed", "no name and password"),
+        ("http://10.0.0.1/", "failed", "not a public address"),
+        ("http://169.254.169.254/latest/meta-data", "failed", "link"),
+        ("http://[::ffff:127.0.0.1]:9/", "failed", None),
+        ("http://localtest.invalid/", "delayed", "resolved"),
+    ],
+)
+def test_a_url_of_data_that_is_not_to_be_reached_stops_only_its_message(live, url, state, words):
+    w = live(PERSONAL.replace('["127.0.0.0/8"]', '["192.0.2.0/24"]'))
+    w.subscriber("s1", data={"hookUrl": url} if url is not None else {})
+    w.trigger("w", "s1")
+    w.tick()
+    found, reason = w.one("SELECT state, coalesce(reason, (SELECT reason FROM attempts)) FROM jobs")
+    assert found == state and (words is None or words in reason), reason
+    assert w.rows("SELECT * FROM senders WHERE state = 'disabled'") == []
+
+
+def test_a_name_that_leads_to_a_private_address_is_refused_when_data_names_it(live):
+    w = live(PERSONAL.replace('["127.0.0.0/8"]', "[]"))
+    w.subscriber("s1", data={"hookUrl": "http://localhost:9/"})
+    w.trigger("w", "s1")
+    w.tick()
+    assert "not a public address" in w.one("SELECT reason FROM jobs WHERE state = 'failed'")
+
+
+def test_a_url_may_stand_in_the_credentials_that_novus_clients_set(live, receiver):
+    there = receiver()
+    w = live(PERSONAL.replace("subscriber.data.hookUrl", "subscriber.credentials.slack.webhookUrl"))
+    with digestd.transaction():
+        digestd.upsert_subscriber("s1", {}, w.now)
+        body = {"providerId": "slack", "credentials": {"webhookUrl": there.url("/mine")}}
+        digestd.set_credentials("s1", body, False, w.now)
+    w.trigger("w", "s1")
+    w.tick()
+    [request] = there.requests
+    assert request.target == "/mine" and b"mine" not in request.body, "one provider's secret goes to no other"
+
+
+def test_one_subscribers_dead_address_disables_nobody(live, receiver):
+    there = receiver(410)
+    w = live(PERSONAL)
+    w.subscriber("s1", data={"hookUrl": there.url()})
+    w.trigger("w", "s1")
+    w.tick()
+    assert w.one("SELECT state FROM jobs") == "failed" and w.rows("SELECT * FROM senders") == []
+
+
+def test_a_proxy_is_asked_where_one_is_set_and_only_then(receiver, monkeypatch):
+    proxy, there = receiver(), receiver()
+    address = f"http://127.0.0.1:{proxy.port}"
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, address)
+    post(there.url())
+    assert len(there.requests) == 1 and proxy.requests == [], "the environment alone redirects nothing"
+    post(there.url(), proxy=address)
+    assert proxy.requests[0].target == there.url()
+    post(there.url(), proxy="environment")
+    assert len(proxy.requests) == 2
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    post(there.url(), proxy="environment")
+    assert len(there.requests) == 2
+
+
+def test_one_connection_serves_many_messages_and_senders(receiver):
+    there = receiver()
+
+    async def send_all() -> None:
+        senders = digestd.Senders()
+        for settings in [hook(there.url()), hook(there.url("/b"))] * 5:
+            message = digestd.Message("{}", "application/json")
+            await senders.send(digestd.Claim(1, 1, 1, START, "m", "out", settings, message=message))
+        await senders.close()
+
+    asyncio.run(send_all())
+    assert len(there.requests) == 10 and there.accepted == 1
+
+
+def test_an_authority_of_ones_own_is_trusted_by_its_sender_alone(receiver):
+    there = receiver(certificate="localhost")
+    url = there.url().replace("127.0.0.1", "localhost")
+    assert post(url).outcome == "temporary" and there.requests == []
+    assert post(url, ca_file=str(CA)).outcome == "sent"
+    assert post(url).outcome == "temporary" and len(there.requests) == 1
+
+
+# -- more of mail: connections that are kept, threads, the end of a mail, sendmail ---------------------------------------
+
+
+def mail_many(settings: digestd.SmtpSettings, count: int, pause: float = 0) -> list[digestd.SendResult]:
+    """Mails one after the other by the same senders."""
+    message = digestd.compose(draft_of(settings, "email", subscriber={"email": "ann@example.test"}, text="x"))
+
+    async def send_all() -> list[digestd.SendResult]:
+        senders = digestd.Senders()
+        results = []
+        for number in range(count):
+            claim = digestd.Claim(number, number, 1, START, f"m{number}", "out", settings, message=message)
+            results.append(await senders.send(claim))
+            await asyncio.sleep(pause)
+        await senders.close()
+        return results
+
+    return asyncio.run(send_all())
+
+
+def test_fifty_mails_share_a_connection_and_the_next_one_has_its_own(mail_server):
+    server = mail_server(login=("digestd", "s3cret"))
+    results = mail_many(smtp(server, **LOGIN), 51)
+    assert {result.outcome for result in results} == {"sent"} and len(server.mails) == 51
+    assert server.stages.count("CONNECT") == 2 and server.stages.count("AUTH") == 2
+    assert server.stages[-1] == "QUIT", "the connection that was kept is ended properly"
+
+
+def test_an_idle_connection_is_ended_after_a_while(mail_server, monkeypatch):
+    monkeypatch.setattr(digestd, "MAIL_IDLE_S", 0.05)
+    server = mail_server()
+    mail_many(smtp(server), 2, pause=0.4)
+    assert server.stages.count("CONNECT") == 2 and server.stages.count("QUIT") == 2
+
+
+@pytest.mark.parametrize("reply", [DROP, "421 4.4.2 idle for too long"])
+def test_a_connection_that_the_server_closed_meanwhile_is_no_failure(mail_server, reply):
+    server = mail_server(MAIL=[None, reply])
+    results = mail_many(smtp(server), 2)
+    assert [result.outcome for result in results] == ["sent", "sent"] and len(server.mails) == 2
+    assert server.stages.count("CONNECT") == 2
+
+
+def test_a_refused_recipient_leaves_the_connection_to_the_next_mail(mail_server):
+    server = mail_server(RCPT=["550 5.1.1 no such user"])
+    results = mail_many(smtp(server), 3)
+    assert [result.outcome for result in results] == ["permanent", "sent", "sent"]
+    assert server.stages.count("CONNECT") == 1
+
+
+def test_a_break_after_the_text_was_sent_is_not_tried_again_at_once(mail_server):
+    server = mail_server(DOT=[None, DROP])
+    results = mail_many(smtp(server), 2)
+    assert [(result.outcome, result.at_once) for result in results] == [("sent", False), ("temporary", False)]
+
+
+@pytest.mark.parametrize("stage", ["EHLO", "MAIL", "RCPT"])
+def test_a_server_that_hangs_up_on_a_new_connection_asks_for_one_more_try_at_once(mail_server, stage):
+    assert mail(smtp(mail_server(**{stage: DROP})), text="x").at_once
+    assert mail(smtp(mail_server(**{stage: "421 4.7.0 later"})), text="x").at_once
+    assert not mail(smtp(mail_server(**{stage: "451 4.7.1 greylisted"})), text="x").at_once
+
+
+def test_a_full_mailbox_is_given_its_time(mail_server):
+    assert mail(smtp(mail_server(RCPT="552 5.2.2 mailbox full")), text="x").outcome == "temporary"
+    assert mail(smtp(mail_server(RCPT="550 5.2.1 mailbox disabled")), text="x").outcome == "permanent"
+
+
+def test_a_refused_login_disables_the_sender_and_the_mails_wait(live, mail_server):
+    server = mail_server(tls="starttls", login=("digestd", "right"))
+    secure_mail = f'tls = "starttls"\nusername = "digestd"\npassword = "wrong"\nca_file = "{CA}"\nhost = "localhost"'
+    config = mail_config(server.port).replace('tls = "none"', secure_mail)
+    w = live(config)
+    for name in ("s1", "s2"):
+        w.trigger("comments", {**ANN, "subscriberId": name}, {"postId": 1})
+    w.advance("1d")
+    assert len(server.logins) <= 2 and w.rows("SELECT name, state, cause FROM senders") == [
+        ("mail", "disabled", "login")
+    ]
+    assert w.rows("SELECT DISTINCT state FROM jobs") == [("waiting",)]
+    w.use(config.replace("wrong", "right"))
+    with digestd.transaction():
+        digestd.enable_mended(["mail"])
+    w.tick()
+    assert len(server.mails) == 2 and w.rows("SELECT DISTINCT state FROM jobs") == [("completed",)]
+
+
+def test_a_login_that_cannot_be_checked_now_is_tried_again(mail_server):
+    server = mail_server(login=("digestd", "s3cret"), AUTH="454 4.7.0 temporary authentication failure")
+    result = mail(smtp(server, **LOGIN), text="x")
+    assert (result.outcome, result.cause) == ("temporary", None)
+
+
+def test_the_name_in_a_certificate_can_be_set(mail_server):
+    server = mail_server(tls="starttls", certificate="elsewhere")
+    settings = {"tls": "starttls", "ca_file": str(CA), "host": "localhost"}
+    assert mail(smtp(server, **settings), text="x").outcome == "temporary"
+    assert mail(smtp(server, **settings, server_name="elsewhere.example.org"), text="x").outcome == "sent"
+
+
+def headers_of(draft: digestd.Draft) -> Any:
+    import email
+    import email.policy
+
+    return email.message_from_bytes(digestd.compose(draft).body.encode(), policy=email.policy.default)
+
+
+def mail_draft(settings: Any = None, **more: Any) -> digestd.Draft:
+    return draft_of(settings or smtp(1), "email", subscriber={"email": "ann@example.test"}, text="x", **more)
+
+
+def test_mails_of_one_workflow_and_subscriber_are_one_thread():
+    first, second = headers_of(mail_draft()), headers_of(dataclasses.replace(mail_draft(), public_id="job_2"))
+    assert (
+        first["References"] == first["In-Reply-To"] == second["References"]
+        and first["Message-ID"] != second["Message-ID"]
+    )
+    other = headers_of(mail_draft(workflow="other"))
+    assert other["References"] != first["References"]
+
+
+@pytest.mark.parametrize(("thread", "alike"), [("workflow", "kd"), ("key", "d"), ("day", "k"), ("none", None)])
+def test_what_a_thread_goes_by_can_be_set(thread, alike):
+    settings = smtp(1, thread=thread)
+    one, key = headers_of(mail_draft(settings)), headers_of(dataclasses.replace(mail_draft(settings), digest_key='"x"'))
+    day = headers_of(dataclasses.replace(mail_draft(settings), created_at=START + digestd.DAY))
+    if alike is None:
+        assert one["References"] is None and one["In-Reply-To"] is None
+        return
+    assert (one["References"] == key["References"]) == ("k" in alike)
+    assert (one["References"] == day["References"]) == ("d" in alike)
+
+
+def test_a_mail_tells_whom_to_answer(mail_server):
+    found = headers_of(mail_draft(smtp(1, reply_to="Zoë <team@example.org>")))
+    assert found["Reply-To"] == "Zoë <team@example.org>"
+
+
+UNSUBSCRIBE = '[api]\npublic_url = "https://digest.example.org/x/"\n'
+
+
+def test_a_mail_can_be_ended_at_one_click_where_the_config_has_a_public_url(live, mail_server):
+    server = mail_server()
+    w = live(mail_config(server.port, """text = "stop: {{ unsubscribe_url }}" """, UNSUBSCRIBE))
+    w.trigger("comments", {**ANN, "subscriberId": "s" * 255}, {"postId": 1})
+    w.advance("10m")
+    [got] = server.mails
+    url = got.message["List-Unsubscribe"].strip("<>")
+    assert url.startswith("https://digest.example.org/x/u/") and len(url) < 100
+    assert got.message["List-Unsubscribe-Post"] == "List-Unsubscribe=One-Click"
+    assert f"stop: {url}" in got.text()
+    assert b"List-Unsubscribe: <https" in got.head, "not encoded, and not folded"
+    found = digestd.find_subscription(w.config, url.rpartition("/")[2])
+    assert found == ("s" * 255, "comments", "email")
+
+
+@pytest.mark.parametrize("more", ["", UNSUBSCRIBE + "[workflows.comments]\ncritical = true\n"])
+def test_no_link_is_promised_where_none_would_work(live, mail_server, more):
+    server = mail_server()
+    config = mail_config(server.port, more=more.partition("[workflows")[0])
+    if "critical" in more:
+        config = config.replace("[workflows.comments]\n", "[workflows.comments]\ncritical = true\n")
+    w = live(config)
+    w.trigger("comments", ANN, {"postId": 1})
+    w.advance("10m")
+    assert server.mails[0].message["List-Unsubscribe"] is None
+
+
+def test_a_token_that_was_changed_or_is_of_another_database_stands_for_nothing(live):
+    w = live(mail_config(1))
+    w.trigger("comments", ANN, {"postId": 1})
+    token = digestd.unsubscribe_token(1, "s1", "comments", "email")
+    assert digestd.find_subscription(w.config, token) is not None
+    for wrong in (token[:-1], "2" + token[1:], token + "x", "", ".", "1.", "x.y", "1." + "\ud800", "9" * 40 + ".x"):
+        assert digestd.find_subscription(w.config, wrong) is None, wrong
+
+
+SENDMAIL = """#!/bin/sh
+cat > "$(dirname "$0")/mail.txt"
+echo "$0: told so" >&2
+exit {code}
+"""
+
+
+def sendmail(folder: Any, script: str) -> digestd.SendmailSettings:
+    program = folder / "sendmail"
+    program.write_text(script)
+    program.chmod(0o755)
+    table = {"type": "sendmail", "command": [str(program), "-t", "-i"], "from": "d@example.org", "timeout": "5s"}
+    return digestd.SendmailSettings.model_validate(table)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [(0, "sent"), (64, "permanent"), (65, "permanent"), (67, "permanent"), (68, "permanent"), (77, "permanent"),
+     (78, "permanent"), (69, "temporary"), (75, "temporary"), (1, "temporary"), (127, "temporary")],
+)  # fmt: skip
+def test_an_exit_code_of_sendmail_means(tmp_path, code, outcome):
+    settings = sendmail(tmp_path, SENDMAIL.format(code=code))
+    result = send(settings, digestd.compose(mail_draft(settings)))
+    assert result.outcome == outcome and (code == 0 or (f"exit {code}" in result.reason and "told so" in result.reason))
+    got = (tmp_path / "mail.txt").read_bytes()
+    assert b"\r" not in got and b"\nTo: ann@example.test\n" in got
+
+
+def test_a_sendmail_that_is_not_there_or_hangs_is_tried_again_and_leaves_nothing_behind(tmp_path):
+    settings = sendmail(tmp_path, '#!/bin/sh\necho $$ > "$(dirname $0)/pid"\nsleep 60 & wait\n')
+    gone = settings.model_copy(update={"command": [str(tmp_path / "nope")]})
+    result = send(gone, digestd.compose(mail_draft(settings)))
+    assert result.outcome == "temporary" and "cannot run" in result.reason
+    hung = settings.model_copy(update={"timeout": 300})
+    result = send(hung, digestd.compose(mail_draft(settings)))
+    assert result.outcome == "temporary" and "no answer within" in result.reason
+    group = (tmp_path / "pid").read_text().strip()
+    left = subprocess.run(["ps", "-o", "stat=", "-g", group], capture_output=True, text=True).stdout.split()
+    assert [state for state in left if not state.startswith("Z")] == []
+
+
+def test_mail_by_sendmail_needs_an_address_as_any_mail_does(live, tmp_path):
+    program = sendmail(tmp_path, SENDMAIL.format(code=0)).command[0]
+    config = mail_config(1).replace(
+        'type = "smtp"\ntls = "none"\nport = 1', f'type = "sendmail"\ncommand = ["{program}"]'
+    )
+    w = live(config)
+    w.trigger("comments", "nobody", {"postId": 1})
+    w.trigger("comments", ANN, {"postId": 1})
+    w.advance("10m")
+    assert w.rows("SELECT state, reason FROM jobs ORDER BY id") == [
+        ("skipped", "the subscriber has no e-mail address"), ("completed", None)
+    ]  # fmt: skip
