@@ -7402,7 +7402,8 @@ def disable_sender(config: Config, name: str, cause: str, reason: str, now: int)
     done = move(SenderRow, row_id, "ok", "disabled", disabled_at=now, cause=cause, reason=reason)
     database.sender_states = None
     if done:
-        log.error("sender %s is disabled, and its messages wait: %s", name, one_line(reason))
+        level = logging.INFO if cause == "person" else logging.ERROR
+        log.log(level, "sender %s is disabled, and its messages wait: %s", name, one_line(reason))
         held: dict[tuple[str, str], list[int]] = {}
         for run_id, workflow, step in rows(
             "SELECT r.id, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
@@ -7423,7 +7424,7 @@ def enable_sender(name: str) -> bool:
     done = bool(found) and move(SenderRow, found[0], "disabled", "ok", failures=0, **facts)
     database.sender_states = None
     if done:
-        log.warning("sender %s is enabled", name)
+        log.info("sender %s is enabled", name)
     return done
 
 

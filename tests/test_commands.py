@@ -716,6 +716,27 @@ def test_a_bad_field_of_a_subscriber_is_refused_and_nothing_is_stored(here, fold
     )
 
 
+# -- senders -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sender_is_disabled_listed_with_what_waits_and_enabled(here, folder):
+    assert json.loads(fine(here("sender", "list", "--json")) if (folder / "digestd.sqlite3").exists() else "[]") == []
+    fine(here("migrate"))
+    assert "disabled; 0 jobs wait" in fine(here("sender", "disable", "hook", "--reason", "moving"))
+    assert "was disabled before" in fine(here("sender", "disable", "hook"))
+    [hook, mail] = json.loads(fine(here("sender", "list", "--json")))
+    assert (hook["name"], hook["type"], hook["state"], hook["cause"], hook["reason"]) == (
+        "hook", "webhook", "disabled", "person", "moving",
+    )  # fmt: skip
+    assert (mail["state"], mail["failures"], mail["waiting"]) == ("ok", 0, 0)
+    assert "moving" in fine(here("sender", "list")) and "sender enable hook" in fine(
+        here("sql", "SELECT * FROM v_trouble")
+    )
+    facts = json.loads(fine(here("sender", "enable", "hook", "--json")))
+    assert facts == {"name": "hook", "done": True, "waiting": 0}
+    assert "no sender is called 'hok'" in failed(here("sender", "enable", "hok"), 2)
+
+
 # -- trying out --------------------------------------------------------------------------------------------------------
 
 PREVIEW = BASIC.replace(
