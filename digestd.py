@@ -7882,6 +7882,8 @@ class Daemon:
         self.flights: set[asyncio.Task[None]] = set()
         self.loaded = files_digest(config.files)
         self.refused = ""
+        self.read_at = clock.now()
+        self.read_next = ""  # why to read the config again once it has been read
         self.stopping = False
         self.more = True  # a first tick at start: much may be due
         self.last_now = last_known_at()
@@ -8154,6 +8156,14 @@ class Daemon:
     def _reload(self, why: str) -> None:
         if self.reading is None or self.reading.done():
             self.reading = self.loop.create_task(self._read_config(why))
+            self.reading.add_done_callback(self._read_again)
+        else:
+            self.read_next = why  # what is read now may be of before
+
+    def _read_again(self, _: Any) -> None:
+        if self.read_next and not self.stopping:
+            why, self.read_next = self.read_next, ""
+            self._reload(why)
 
     async def _read_config(self, why: str) -> None:
         """Read the file in a thread, then take all of it or nothing. Twice the same content, a moment apart, so that a
@@ -8187,12 +8197,13 @@ class Daemon:
                     adopt_config(config, now)
                     enable_mended(changed)
                     forget_refusal()
+                    remember("config_loaded", files_digest(config.files), now)
                 break
             except peewee.OperationalError:
                 await asyncio.sleep(wait_s)
         else:
             raise StoreError("the database is locked; the config will be read again")
-        self.config, self.refused = config, ""
+        self.config, self.refused, self.read_at = config, "", now
         self.loaded = files_digest(config.files)
         self.room.fit(config.daemon.concurrency, config.senders)
         set_log_level(config.daemon.log_level)
@@ -8247,9 +8258,16 @@ class Daemon:
     def _status(self) -> str:
         if self.refused:
             return "the config on disk is refused; the one before stays in force"
-        failed = row("SELECT count(*) FROM jobs WHERE state = 'failed'")[0]
-        wake_at = next_wake_at()
-        return f"{len(self.flights)} tries under way, next due {utc_text(wake_at)}, {failed} failed"
+        [opened] = row("SELECT count(*) FROM digests WHERE state IN ('open', 'held')")
+        [failed] = row("SELECT count(*) FROM jobs WHERE state = 'failed'")
+        disabled = [name for name, state in sender_states().items() if state == "disabled"]
+        parts = [
+            f"{opened} open digests",
+            f"{len(self.flights)} tries under way",
+            f"next due {utc_text(next_wake_at())}",
+        ]
+        parts += [f"{failed} failed", *(f"sender {name} disabled" for name in disabled)]
+        return ", ".join([*parts, f"config of {utc_text(self.read_at)}"])
 
     def _ping_watchdog(self) -> None:
         """After a finished pass, so that a loop that hangs is noticed."""
@@ -10823,6 +10841,36 @@ def command_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+RELOAD_S = 60.0  # that a reload waits for the daemon's word
+
+
+def command_reload(arguments: argparse.Namespace) -> int:
+    """Let the running daemon read its config again, and wait until it has, or has refused it: exit 0 means that the
+    file is in force. A file with problems is told here, and the daemon is not asked."""
+    config, clock = config_of(arguments, secrets=True, templates=True), SystemClock()
+    pid = lock_holder(config.database) if config.database.exists() else None
+    if pid is None or not str(pid).isdigit():
+        raise DigestdError(
+            "no daemon runs on this config's database", "start it: digestd run, or systemctl start digestd"
+        )
+    since, wanted = clock.now(), files_digest(config.files)
+    try:
+        os.kill(int(pid), signal.SIGHUP)
+    except OSError as error:
+        raise DigestdError(f"cannot signal the daemon, process {pid}: {os.strerror(error.errno or 0)}") from None
+    until = clock.monotonic() + RELOAD_S
+    while clock.monotonic() < until:
+        time.sleep(0.05)
+        with store_of(config), _store_errors(str(config.database)):
+            found = dict(rows("SELECT name, value FROM meta WHERE name LIKE 'config_%' AND updated_at >= ?", since))
+        if found.get("config_loaded") == wanted:
+            show(arguments, {"ok": True}, f"{config.source}: in force")
+            return 0
+        if "config_refused" in found:
+            raise DigestdError(f"the daemon refuses the config:\n{found['config_refused']}")
+    raise DigestdError(f"the daemon said nothing within {RELOAD_S:.0f} s", "its log may say why")
+
+
 def command_check(arguments: argparse.Namespace) -> int:
     """Validate the config: all problems on stdout, exit 78; warnings change nothing."""
     if arguments.file:
@@ -11745,6 +11793,7 @@ def make_parser() -> argparse.ArgumentParser:
     _common(parser, top=True)
     add = _adder(parser.add_subparsers(dest="command", metavar="COMMAND", required=True))
     add("run", command_run, "start the daemon")
+    add("reload", command_reload, "let the daemon read its config again, and wait until it has")
     check = add("check", command_check, "validate the config")
     check.add_argument("file", nargs="?", metavar="FILE")
     check.add_argument("--db", action="store_true", help="count what is under way, and what of it would have no place")

@@ -541,6 +541,35 @@ def test_sighup_takes_a_good_config_and_keeps_the_old_one_for_a_bad_one(daemon, 
     assert f"config.toml:{line}: " in status.stdout + status.stderr
 
 
+def test_the_command_reload_returns_when_the_file_is_in_force_and_fails_for_a_bad_one(daemon, receiver, cli):
+    process = daemon(hook(receiver))
+    good = process.config.read_text()
+    for number in range(3):
+        process.config.write_text(good + workflow(f"w{number}"))
+        done = cli("reload")
+        assert (done.returncode, done.stderr) == (0, "") and "in force" in done.stdout
+        assert knows(process, f"w{number}")
+    assert cli("reload", "--json").stdout == '{"ok": true}\n', "unchanged is fine"
+    process.config.write_text(good + workflow("bad", window="never"))
+    refused = cli("reload")
+    assert refused.returncode == 78 and "config.toml:" in refused.stderr
+    assert knows(process, "w2") and process.process.poll() is None
+    process.config.write_text(good)
+    assert cli("reload").returncode == 0
+    process.stop()
+    alone = cli("reload")
+    assert alone.returncode == 1 and "no daemon runs" in alone.stderr
+
+
+def test_a_reload_that_comes_while_one_is_under_way_is_not_forgotten(daemon, receiver, cli):
+    process = daemon(hook(receiver))
+    good = process.config.read_text()
+    process.process.send_signal(signal.SIGHUP)
+    process.config.write_text(good + workflow("late"))
+    process.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: knows(process, "late"), 3, "the file as it was at the second signal")
+
+
 def test_a_config_with_a_secret_that_is_not_there_is_refused_until_it_is_mended(daemon, receiver, cli):
     process = daemon(hook(receiver))
     good = process.config.read_text()
