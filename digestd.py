@@ -59,6 +59,7 @@ import base64
 import bisect
 import calendar
 import collections
+import concurrent.futures
 import contextlib
 import contextvars
 import copy
@@ -2203,6 +2204,7 @@ class SmtpSettings(MailSettings):
     ca_file: Annotated[str, pydantic.AfterValidator(_existing_file)] | None = None
     server_name: str | None = None
     hello: str | None = None
+    concurrency: Annotated[int, pydantic.Field(ge=1, le=1000)] | None = 2
 
 
 class SendmailSettings(MailSettings):
@@ -7917,6 +7919,8 @@ class Daemon:
     async def run(self) -> None:
         """Serve until a signal asks to stop; then drain and return."""
         self.loop = asyncio.get_running_loop()
+        # Names are looked up in threads: some that hang must not keep others, nor the composing of mails, waiting.
+        self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(64, "digestd"))
         self.wakeup = asyncio.Event()
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             self.loop.add_signal_handler(getattr(signal, name), self._on_signal, name)
@@ -11250,6 +11254,11 @@ def _subscriber_facts(config: Config, subscriber_id: str, now: int) -> dict[str,
         opens_at = hours.next_start(now)
         facts["inside"] = opens_at == now
         facts["nextStart"] = None if opens_at is None or opens_at == now else iso_text(opens_at)
+    choices = channel_choices(subscriber_id)
+    facts["channels"] = [
+        {"workflow": workflow or None, "channel": channel, "enabled": is_on}
+        for (workflow, channel), is_on in sorted(choices.items())
+    ]
     return facts
 
 
@@ -11259,6 +11268,11 @@ def _subscriber_text(facts: dict[str, Any]) -> str:
     if "inside" in facts:
         opens = f"outside until {facts['nextStart']}" if facts["nextStart"] else "outside, and never inside"
         parts["now"] = "inside" if facts["inside"] else opens
+    chosen = [
+        f"{one['channel']} {'on' if one['enabled'] else 'off'}" + (f" for {one['workflow']}" if one["workflow"] else "")
+        for one in facts["channels"]
+    ]
+    parts["channels"] = ", ".join(chosen) or "all as the config has them"
     width = max(map(len, SUBSCRIBER_FIELDS)) + 4
     shown_parts = {name: text for name, text in parts.items() if name not in ("schedule", "inside", "nextStart")}
     return "\n".join(f"{name:<{width}}{one_line(text)}" for name, text in shown_parts.items())
@@ -11280,6 +11294,14 @@ def _given_columns(arguments: argparse.Namespace) -> dict[str, Any]:
     return columns
 
 
+def _given_channels(arguments: argparse.Namespace, config: Config) -> PreferenceChange:
+    """The channels that the options of `subscriber set` turn on or off."""
+    wanted = dict.fromkeys(arguments.turn_on or (), True) | dict.fromkeys(arguments.turn_off or (), False)
+    if arguments.workflow is not None and not wanted:
+        raise UsageError("--workflow goes with --turn-on or --turn-off")
+    return check_preference(config, {"channels": wanted, "workflowId": arguments.workflow})
+
+
 def command_subscribers(arguments: argparse.Namespace) -> int:
     """The subscribers, by their ids."""
     config = config_of(arguments)
@@ -11296,10 +11318,12 @@ def command_subscriber(arguments: argparse.Namespace) -> int:
     config, is_set = config_of(arguments), arguments.action == "set"
     subscriber_id = check_id(arguments.id, "ID")
     changes = _given_columns(arguments) if is_set else {}
+    chosen = _given_channels(arguments, config) if is_set else None
     with store_of(config, must_exist=not is_set) as now, _store_errors(str(config.database)):
-        if is_set:
+        if chosen is not None:
             with transaction():
                 upsert_subscriber(subscriber_id, changes, now)
+                set_preference(subscriber_id, chosen, now)
         facts = _subscriber_facts(config, subscriber_id, now)
     if facts is None:
         raise DigestdError(f"there is no subscriber {subscriber_id!r}", "digestd subscriber list shows all")
@@ -11744,6 +11768,11 @@ def _add_subscriber_command(add: AddCommand) -> None:
         change.add_argument(f"--{column.replace('_', '-')}", metavar="JSON" if field == "data" else "TEXT")
     change.add_argument("--hours", metavar="TEXT", help="mon-fri 09:00-17:00, sat 10:00-12:00; or always")
     change.add_argument("--schedule", metavar="JSON", help="the same as Novu writes it: JSON, @file, or -")
+    for name in ("on", "off"):
+        change.add_argument(
+            f"--turn-{name}", metavar="CHANNEL", action="append", choices=CHANNELS, help="may be repeated"
+        )
+    change.add_argument("--workflow", metavar="WORKFLOW", help="of this workflow alone")
     listing = action("list", command_subscribers, "all")
     listing.add_argument("-n", "--limit", type=_count, default=100, metavar="N", help="how many")
 

@@ -716,6 +716,16 @@ def test_a_bad_field_of_a_subscriber_is_refused_and_nothing_is_stored(here, fold
     )
 
 
+def test_what_a_subscriber_gets_is_turned_on_and_off_and_told(here, folder):
+    facts = json.loads(fine(here("subscriber", "set", "ada", "--turn-off", "email", "--turn-off", "sms", "--json")))
+    assert facts["channels"] == [{"workflow": None, "channel": name, "enabled": False} for name in ("email", "sms")]
+    told = fine(here("subscriber", "set", "ada", "--turn-on", "email", "--workflow", "comments"))
+    assert "email off, sms off, email on for comments" in told
+    refused = here("subscriber", "set", "ada", "--turn-off", "email", "--workflow", "nope")
+    assert refused.returncode == 1 and "no workflow" in refused.stderr
+    assert here("subscriber", "set", "ada", "--workflow", "comments").returncode == 2
+
+
 # -- senders -----------------------------------------------------------------------------------------------------------
 
 
