@@ -6817,6 +6817,7 @@ class Senders:
     def __init__(self) -> None:
         self.sessions: dict[tuple[Any, ...], Any] = {}  # by what their connections depend on
         self.lines: list[MailLine] = []  # to mail servers, idle
+        self.goodbyes: set[asyncio.Future[None]] = set()  # to those that were idle for long
 
     async def send(self, claim: Claim) -> SendResult:
         """Make one try. Never raises: what goes wrong is the result, and a bug is a temporary failure."""
@@ -6859,7 +6860,7 @@ class Senders:
         settings, url = claim.sender, webhook_target(claim)
         proxy = settings.proxy if settings.proxy != "environment" else None
         try:
-            refuse_address(url.host or "", settings.allow_addresses if settings.url_from is not None else None)
+            refuse_address(url.raw_host or "", settings.allow_addresses if settings.url_from is not None else None)
             async with self._session(settings).post(
                 url, data=_body_of(claim), headers=_webhook_headers(claim), allow_redirects=False, proxy=proxy
             ) as reply:
@@ -6901,7 +6902,9 @@ class Senders:
     def _let_go(self, line: MailLine) -> None:
         if line in self.lines:
             self.lines.remove(line)
-            line.goodbye = asyncio.ensure_future(line.hang_up())
+            goodbye = asyncio.ensure_future(line.hang_up())
+            self.goodbyes.add(goodbye)
+            goodbye.add_done_callback(self.goodbyes.discard)
 
     async def close(self) -> None:
         """Close the connections that are kept."""
@@ -6911,7 +6914,7 @@ class Senders:
         lines, self.lines = self.lines, []
         for line in lines:
             line.wake()
-        await asyncio.gather(*(line.hang_up() for line in lines))
+        await asyncio.gather(*(line.hang_up() for line in lines), *self.goodbyes)
 
 
 def result_of(
@@ -6978,6 +6981,8 @@ def refuse_address(text: str, allowed: Sequence[str] | None) -> None:
     try:
         address: Any = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
+        if ":" in text or text.replace(".", "").isdigit():  # 127.1 and the like: they would be reached unseen
+            raise PermanentFailure(f"{one_line(text)} is no address that can be told from others") from None
         return
     if address.version == 6:
         inside = address.ipv4_mapped or address.sixtofour
@@ -7120,7 +7125,6 @@ class MailLine:
         self.was_connected = False
         self.is_broken = False
         self.timer: Any = None
-        self.goodbye: Any = None
 
     async def open(self) -> None:
         """Ready for a mail: connected, under TLS as set, logged in."""
@@ -8330,11 +8334,16 @@ def _keep_answers(calls: Iterable[tuple[Any, Any]], now: int) -> None:
     """Write down what calls with an Idempotency-Key are answered, together with what they did."""
     kept = []
     for call, outcome in calls:
-        keep = getattr(call, "keep", None)
-        if keep is not None:
+        keep: Keep | None = getattr(call, "keep", None)
+        if keep is None:
+            continue
+        try:
             status, body = keep.shape(outcome)
-            if status < 500:
-                kept.append((keep.key, keep.body_hash, status, body, now))
+        except Exception:
+            log.exception("a bug met an answer that was to be kept")
+            continue
+        if status < 500:
+            kept.append((keep.key, keep.body_hash, status, body, now))
     if kept:
         names = ("key", "body_hash", "status", "body", "created_at")
         execute_many(insert_text(KeptAnswer, *names) + " ON CONFLICT (key) DO NOTHING", kept)
@@ -8436,7 +8445,8 @@ class Answer(NamedTuple):
 
     @property
     def text(self) -> str:
-        return self.body if isinstance(self.body, str) else _dumps(self.body)
+        text = self.body if isinstance(self.body, str) else _dumps(self.body)
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
 
     def encode(self) -> bytes:
         if self.status == 204:

@@ -233,3 +233,14 @@ def test_a_broadcast_reaches_every_subscriber_and_the_same_one_again_adds_none(t
         assert status == 201 and answer["data"]["transactionId"] == "t"
     assert process.query("SELECT count(*), count(DISTINCT subscriber_id) FROM events") == [(1203, 1203)]
     assert process.stop() == 0
+
+
+def test_half_a_surrogate_pair_in_what_is_told_back_breaks_no_answer(api):
+    body = b'{"subscribers": [{"subscriberId": "\\ud800"}]}'
+    for more in ((), (f"Idempotency-Key: {new_id()}",)):
+        status, _, answer = send(
+            api, head("POST", "/v1/subscribers/bulk", f"Content-Length: {len(body)}", *more) + body
+        )
+        assert status == 201 and len(answer["data"]["failed"]) == 1
+    bulk = b'{"events": [{"name": "nope", "to": "s1", "transactionId": "\\udc00"}]}'
+    assert send(api, head("POST", f"{TRIGGER}/bulk", f"Content-Length: {len(bulk)}") + bulk)[0] == 201

@@ -1774,6 +1774,12 @@ def test_each_subscriber_has_a_url_of_its_own_and_a_retry_keeps_it(live, receive
         ("http://10.0.0.1/", "failed", "not a public address"),
         ("http://169.254.169.254/latest/meta-data", "failed", "link"),
         ("http://[::ffff:127.0.0.1]:9/", "failed", None),
+        ("http://127.1:9/", "failed", "no address"),
+        ("http://2130706433:9/", "failed", "no address"),
+        ("http://0177.0.0.1:9/", "failed", "no address"),
+        ("http://0x7f.1:9/", "failed", "not a public address"),
+        ("http://0x7f000001:9/", "failed", "not a public address"),
+        ("http://１２７.0.0.1:9/", "failed", "not a public address"),
         ("http://localtest.invalid/", "delayed", "resolved"),
     ],
 )
