@@ -11463,8 +11463,12 @@ def _test_claim(config: Config, name: str, to: str | None, now: int) -> Claim:
     content = Content.model_construct(subject=f"A test of the sender {name}", text=text)
     person = {"subscriberId": "test", **({"email": to} if to else {})}
     draft = Draft(0, new_public_id("msg", now), "test", config.senders[name], content, now, now, "test", "test", person)
-    missing = missing_address(draft)
-    if missing is not None:
+    if isinstance(draft.sender, WebhookSettings) and draft.sender.url_from is not None:
+        if to is None:
+            raise UsageError(f"its URL comes from data: digestd test {name} --to https://hooks.example.org/x")
+        draft.sender = draft.sender.model_copy(update={"url_from": "payload.to"})
+        draft.events = [DigestedEvent(0, now, json_text({"to": to}), None)]
+    elif (missing := missing_address(draft)) is not None:
         raise UsageError(f"{missing if to else 'a mail needs an address'}: digestd test {name} --to you@example.org")
     return Claim(0, 0, 1, now, draft.public_id, name, draft.sender, message=compose(draft))
 
@@ -11501,9 +11505,12 @@ def command_test(arguments: argparse.Namespace) -> int:
 def command_senders(arguments: argparse.Namespace) -> int:
     """The senders of the config, with what is remembered of them, and how many jobs wait for each."""
     config = config_of(arguments)
-    with store_of(config), _store_errors(str(config.database)):
-        known = {found[0]: found[1:] for found in rows("SELECT * FROM v_senders")}
-        waiting = dict(rows("SELECT sender, count(*) FROM jobs WHERE state = 'waiting' GROUP BY sender"))
+    known: dict[str, Any] = {}
+    waiting: dict[str, int] = {}
+    if config.database.exists():
+        with store_of(config), _store_errors(str(config.database)):
+            known = {found[0]: found[1:] for found in rows("SELECT * FROM v_senders")}
+            waiting = dict(rows("SELECT sender, count(*) FROM jobs WHERE state = 'waiting' GROUP BY sender"))
     names = ("state", "failures", "failingSince", "lastFailure", "disabledAt", "cause", "waiting", "reason")
     listed = []
     for name, settings in config.senders.items():
@@ -11808,7 +11815,7 @@ def _add_trying_commands(add: AddCommand) -> None:
     preview.add_argument("--digest", type=functools.partial(_count, most=2**62), metavar="N", help="of this window")
     test = add("test", command_test, "send one message by a sender, now")
     test.add_argument("sender", metavar="SENDER")
-    test.add_argument("--to", metavar="ADDRESS", help="for mail: where to")
+    test.add_argument("--to", metavar="ADDRESS", help="for mail: where to; for a sender with url_from: the URL")
 
 
 def _add_calendar_commands(add: AddCommand) -> None:
