@@ -3974,6 +3974,13 @@ def _check_recipients(to: Any) -> list[Recipient]:
     return [Recipient(subscriber_id, fields) for subscriber_id, fields in found.items()]
 
 
+_FOREIGN = {  # what Novu knows and would keep apart by; ignored in silence, it would mix
+    "tenant": "tenants: put it into the payload, and into the digest's key",
+    "context": "contexts: put them into the payload, and into the digest's key",
+    "bridgeUrl": "workflows outside its config",
+}
+
+
 def check_trigger(config: Config, body: Any, now: int) -> Trigger:
     """A trigger as Novu's clients send it, {name, to, payload, transactionId}, checked against the config.
 
@@ -3994,6 +4001,9 @@ def check_trigger(config: Config, body: Any, now: int) -> Trigger:
     if name not in config.workflows:
         hint = f"no workflow is called {shown(name)}; {nearest(name, list(config.workflows))}"
         raise Rejected(422, "workflow_not_found", "name", hint)
+    for foreign, words in _FOREIGN.items():
+        if body.get(foreign):
+            raise Rejected(422, f"digestd has no {words}", foreign)
     payload = conform(config.workflows[name], payload)
     transaction_id = body.get("transactionId")
     if transaction_id is None:
@@ -8468,6 +8478,7 @@ class Call:
         self.key = ""
         self.body: bytes | None = None
         self.kept = False
+        self.told: Answer | None = None  # what was kept, once it is: the very same is answered
 
     @property
     def body_hash(self) -> str:
@@ -8482,8 +8493,8 @@ class Call:
         self.kept = True
 
         def answer(outcome: Any) -> tuple[int, str]:
-            found = refuse(outcome, self.path) if isinstance(outcome, BaseException) else shape(outcome)
-            return found.status, found.text
+            self.told = refuse(outcome, self.path) if isinstance(outcome, BaseException) else shape(outcome)
+            return self.told.status, self.told.text
 
         return Keep(self.key, self.body_hash, answer)
 
@@ -8502,7 +8513,7 @@ class Call:
         text = self.value(name)
         if text is None:
             return default
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        if not (text.isascii() and text.isdigit() and len(text) < 19 and least <= int(text) <= most):
             raise Rejected(422, f"{name} must be a number from {least} to {most}", name)
         return int(text)
 
@@ -8757,7 +8768,7 @@ def search_subscribers(call: Call) -> dict[str, Any]:
     for name, condition in (
         ("subscriberId", "subscriber_id = ?"),
         ("email", "instr(lower(email), lower(?))"),
-        ("phone", "instr(phone, ?)"),
+        ("phone", "phone = ?"),
         ("name", "instr(lower(coalesce(first_name, '') || ' ' || coalesce(last_name, '')), lower(?))"),
     ):
         if (wanted := call.value(name)) is not None:
@@ -8865,6 +8876,8 @@ def check_preference(config: Config, body: Any, needs_workflow: bool = False) ->
             raise Rejected(404, f"there is no workflow {shown(workflow)}", "workflowId")
         if config.workflows[workflow].critical:
             raise Rejected(400, f"{workflow} is critical: nobody turns its channels off", "workflowId")
+        if body.get("schedule") is not None:
+            raise Rejected(422, "schedule is one for all workflows; leave workflowId away", "schedule")
         return PreferenceChange(workflow, ours)
     has_schedule = "schedule" in body
     return PreferenceChange("", ours, has_schedule, check_schedule(body["schedule"]) if has_schedule else None)
@@ -9147,7 +9160,7 @@ _MESSAGE_TABLES = (
     f" FROM jobs j JOIN runs r ON r.id = j.run_id{_FIRST_EVENT} LEFT JOIN subscribers s"
     " ON s.subscriber_id = r.subscriber_id LEFT JOIN inbox_messages m ON m.job_id = j.id"
     f" WHERE j.type IN ({', '.join(map(repr, CHANNELS))}) AND j.state IN ('completed', 'failed')"
-    " AND r.workflow IS NOT NULL"
+    " AND r.workflow IS NOT NULL AND s.id IS NOT NULL"  # what somebody got who is gone is told no more
     " AND (j.type <> 'in_app' OR m.id IS NOT NULL OR j.state = 'failed')"
 )
 
@@ -9191,7 +9204,7 @@ def delete_message(message_id: str, now: int) -> None:
     elsewhere, whose record goes with its run."""
     if execute("DELETE FROM inbox_messages WHERE public_id = ?", message_id):
         return
-    if row("SELECT 1 FROM jobs WHERE public_id = ?", message_id):
+    if row("SELECT 1 FROM jobs WHERE public_id = ? AND type <> 'in_app'", message_id):
         raise Rejected(400, "only messages of the in-app feed can be deleted; others go with their run", "messageId")
     raise Rejected(404, f"there is no message {one_line(message_id[:255])}", "messageId")
 
@@ -9721,7 +9734,7 @@ class Api:
             answer = self._refusal(error, call.path)
         if not call.kept and answer.status < 500:
             await self._commit(call, functools.partial(ActCall, lambda now: None), lambda _: answer)
-        return answer
+        return call.told or answer
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Let a request in that needs no key, or has one that is configured. Compared in constant time."""

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+
 from conftest import ROOT, Process, wait_for
 
 sys.path.append(str(ROOT / "tests"))
