@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= config.example.toml
 
-.PHONY: run test venv lint bench clean
+.PHONY: run test e2e venv lint bench clean
 
 run: $(BIN)/digestd
 	$(BIN)/digestd run --config $(CONFIG)
@@ -14,6 +14,11 @@ venv: $(BIN)/digestd
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# Against real peers: tests/e2e/install.sh installs them by package name as root, or says which are missing.
+e2e: $(VENV)/.test
+	@tests/e2e/install.sh
+	$(BIN)/python -m pytest tests/e2e
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -41,4 +46,5 @@ $(VENV)/.lint: $(BIN)/digestd
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf $(VENV) .e2e .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
