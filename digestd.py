@@ -2446,6 +2446,9 @@ class RepeatableSettings(Content):
     data: JsonValue = None
 
 
+SYSTEM_CONFIG, SYSTEM_STATE = pathlib.Path("/etc/digestd"), pathlib.Path("/var/lib/digestd")  # as the unit has them
+
+
 class Config(Settings):
     """The whole config, validated. `source` is the file, `files` every file it was read from."""
 
@@ -2479,8 +2482,12 @@ class Config(Settings):
 
     @property
     def database(self) -> pathlib.Path:
-        """The database file: relative to the config file, or to $STATE_DIRECTORY under systemd."""
+        """The database file: relative to the config file, or to $STATE_DIRECTORY under systemd. A config in /etc/digestd
+        has it in the unit's state directory for the commands as well, or they would work on a database of their own."""
         state = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+        folder = self._source.absolute().parent
+        if not state and folder == SYSTEM_CONFIG:
+            state = str(SYSTEM_STATE)
         return (pathlib.Path(state) if state else self._source.parent) / self.daemon.database
 
 
@@ -3662,6 +3669,13 @@ def _views_are_current(migrations: Migrations) -> bool:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
+def give_to_the_folders_owner(file: int, path: pathlib.Path) -> None:
+    """What root makes in the daemon's folder is the daemon's: else a command that root ran first would lock it out."""
+    if os.geteuid() == 0:
+        owner = path.parent.stat()
+        os.fchown(file, owner.st_uid, owner.st_gid)
+
+
 class InstanceLock:
     """One daemon for one database: a lock file beside it, held as long as this object lives."""
 
@@ -3669,6 +3683,7 @@ class InstanceLock:
         self.path = path.with_name(path.name + ".lock")
         try:
             self.file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+            give_to_the_folders_owner(self.file.fileno(), self.path)
         except OSError as error:
             raise StoreError(
                 f"cannot make {self.path}: {error.strerror}", "the folder must be writable for digestd"
@@ -3717,7 +3732,9 @@ def _create_file(path: pathlib.Path) -> None:
     except OSError as error:
         raise StoreError(f"cannot make {path}: {error.strerror}", "the folder must exist and be writable") from None
     with contextlib.suppress(OSError):
-        os.fchmod(descriptor, 0o640 if os.environ.get("STATE_DIRECTORY") else 0o600)
+        shared = bool(os.environ.get("STATE_DIRECTORY")) or path.parent == SYSTEM_STATE
+        os.fchmod(descriptor, 0o640 if shared else 0o600)
+        give_to_the_folders_owner(descriptor, path)
     os.close(descriptor)
 
 
@@ -8160,6 +8177,8 @@ class Daemon:
             for task in self.flights:
                 task.cancel()
             await asyncio.gather(*self.flights, return_exceptions=True)
+            with contextlib.suppress(peewee.DatabaseError), transaction():  # else the next start writes it down
+                recover_interrupted(self.config, self.clock.now())
         closing.cancel()
         with contextlib.suppress(Exception, asyncio.CancelledError):
             await closing
@@ -8215,7 +8234,7 @@ class Daemon:
                     adopt_config(config, now)
                     enable_mended(changed)
                     forget_refusal()
-                    remember("config_loaded", files_digest(config.files), now)
+                    remember("config_loaded", files_digest([config.source]), now)
                 break
             except peewee.OperationalError:
                 await asyncio.sleep(wait_s)
@@ -8513,6 +8532,7 @@ class Call:
         text = self.value(name)
         if text is None:
             return default
+        text = text.removesuffix(".0")  # novu-py writes every number so
         if not (text.isascii() and text.isdigit() and len(text) < 19 and least <= int(text) <= most):
             raise Rejected(422, f"{name} must be a number from {least} to {most}", name)
         return int(text)
@@ -10873,14 +10893,15 @@ RELOAD_S = 60.0  # that a reload waits for the daemon's word
 
 def command_reload(arguments: argparse.Namespace) -> int:
     """Let the running daemon read its config again, and wait until it has, or has refused it: exit 0 means that the
-    file is in force. A file with problems is told here, and the daemon is not asked."""
-    config, clock = config_of(arguments, secrets=True, templates=True), SystemClock()
+    file is in force. A file with problems is told here, and the daemon is not asked. Secrets are the daemon's alone:
+    systemd gives its credentials to no other process."""
+    config, clock = config_of(arguments, secrets=False, templates=True), SystemClock()
     pid = lock_holder(config.database) if config.database.exists() else None
     if pid is None or not str(pid).isdigit():
         raise DigestdError(
             "no daemon runs on this config's database", "start it: digestd run, or systemctl start digestd"
         )
-    since, wanted = clock.now(), files_digest(config.files)
+    since, wanted = clock.now(), files_digest([config.source])
     try:
         os.kill(int(pid), signal.SIGHUP)
     except OSError as error:
