@@ -2482,7 +2482,7 @@ class Config(Settings):
 
     @property
     def database(self) -> pathlib.Path:
-        """The database file: relative to the config file, or to $STATE_DIRECTORY under systemd. A config in /etc/digestd
+        """The database file: relative to the config file, or to $STATE_DIRECTORY under systemd. One in /etc/digestd
         has it in the unit's state directory for the commands as well, or they would work on a database of their own."""
         state = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
         folder = self._source.absolute().parent
