@@ -5655,9 +5655,11 @@ def _begin_channel(config: Config, run: ReadyRun, workflow: WorkflowSettings, st
             execute("UPDATE jobs SET waits = 1 WHERE id = ?", job_id)
             execute(_RUN_STEP, step.id, None, run.id)
         return
-    insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
-    goes_past = sender_is_disabled(step.sender) and not step.stop_on_failure
-    execute(_RUN_STEP, step.id, now if goes_past else None, run.id)
+    job_id = insert_job(run.id, step.id, step.type, step.sender, "waiting", now, now)
+    is_disabled = sender_is_disabled(step.sender)
+    if is_disabled and step.type == "in_app":
+        feed_at_once(config, job_id, now)
+    execute(_RUN_STEP, step.id, now if is_disabled and not step.stop_on_failure else None, run.id)
 
 
 def _is_released(digest_id: int | None) -> bool:
@@ -5973,6 +5975,15 @@ def write_inbox(draft: Draft, message: Message, now: int) -> None:
         message.summary.get("subject"), message.summary.get("html") or message.summary.get("text"),
         draft.events[0].payload_text if draft.events else "{}", now,
     )  # fmt: skip
+
+
+def feed_at_once(config: Config, job_id: int, now: int) -> None:
+    """The feed's row of an in-app step whose sender is disabled: what waits is the message beside it alone. What is
+    wrong with it is told when it is tried."""
+    with contextlib.suppress(PermanentFailure):
+        draft = load_draft(config, WaitingJob(*row(_JOBS + " WHERE j.id = ?", job_id)), now)
+        if not why_unwanted(draft):
+            write_inbox(draft, compose(dataclasses.replace(draft, sender=None)), now)
 
 
 # -- drafts: what a message is composed from ---------------------------------------------------------------------------
@@ -7438,12 +7449,14 @@ def disable_sender(config: Config, name: str, cause: str, reason: str, now: int)
         level = logging.INFO if cause == "person" else logging.ERROR
         log.log(level, "sender %s is disabled, and its messages wait: %s", name, one_line(reason))
         held: dict[tuple[str, str], list[int]] = {}
-        for run_id, workflow, step in rows(
-            "SELECT r.id, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
+        for job_id, kind, run_id, workflow, step in rows(
+            "SELECT j.id, j.type, r.id, r.workflow, j.step FROM jobs j JOIN runs r ON r.id = j.run_id"
             " WHERE j.sender = ? AND j.state = 'waiting' AND j.tries = 0 AND r.workflow IS NOT NULL AND r.step = j.step"
             " AND r.next_at IS NULL AND r.state = 'active'", name
         ):  # fmt: skip
             held.setdefault((workflow, step), []).append(run_id)
+            if kind == "in_app":
+                feed_at_once(config, job_id, now)
         for (workflow, step), run_ids in held.items():
             if not _stops_on_failure(config, workflow, step):
                 go_on(config, run_ids, workflow, step, now)

@@ -394,3 +394,28 @@ def test_a_server_that_hangs_up_before_it_takes_anything_is_tried_once_more_at_o
         w.room.end("hook", claim.lane)
     assert w.one("SELECT state, due_at - ?, tries FROM jobs WHERE step = 'hook'", w.now) == ("delayed", 5000, 1)
     assert w.rows("SELECT number, started_at FROM attempts WHERE job_id = 1") == [(1, w.now), (2, w.now)]
+
+
+FED = """
+[workflows.fed]
+[[workflows.fed.steps]]
+id = "feed"
+type = "in_app"
+sender = "hook"
+text = "hello {{ payload.n }}"
+"""
+
+
+def test_the_feed_has_its_row_also_while_the_sender_beside_it_is_disabled(world):
+    w = world(TWO_STEPS + FED + "[daemon]\nconcurrency = 1\n")
+    w.trigger("fed", "s1", {"n": 1})
+    w.trigger("fed", "s2", {"n": 2})
+    make_tries(w, **GONE)  # one has room, the other has never been tried
+    w.trigger("fed", "s3", {"n": 3})
+    w.tick()
+    found = "SELECT subscriber_id, body FROM inbox_messages ORDER BY id"
+    assert sorted(w.rows(found)) == [("s1", "hello 1"), ("s2", "hello 2"), ("s3", "hello 3")]
+    with digestd.transaction():
+        digestd.enable_sender("hook")
+    w.tick()
+    assert len(w.rows(found)) == 3 and w.rows("SELECT DISTINCT state FROM jobs") == [("completed",)]
