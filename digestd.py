@@ -10271,9 +10271,28 @@ class ShortWay:
         self.parser = connection._parser
         self.later: bytes | None = None  # what came while an answer is due; None: none is
         self.between = True  # the parser holds no part of a message: what comes next is the head of one
+        self.timer: Any = None  # ends a connection whose next head does not come to its end
+        self.timed = False  # whether it does so because a head has begun
+        self.timer = api.daemon.loop.call_later(KEEP_ALIVE_S, self._cut)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parser, name)
+
+    def _time_head(self, is_there: bool) -> None:
+        """A caller has so long to send the head of a request: one byte now and then would hold the connection for ever,
+        for which the server itself has no limit."""
+        if self.timer is not None and (is_there or not self.timed):
+            self.timer.cancel()
+            self.timer = None
+        if not is_there and not self.timed and self._is_idle():
+            self.timer = self.api.daemon.loop.call_later(READ_S, self._cut)
+        self.timed = self.timer is not None
+
+    def _cut(self) -> None:
+        transport = self.connection.transport
+        if transport is not None:
+            transport.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            transport.close()
 
     def feed_data(self, data: bytes) -> Any:
         """Parse what has come: (messages, whether the protocol changes, what is left), as the server asks for it."""
@@ -10286,9 +10305,13 @@ class ShortWay:
             at = data.find(b"\r\n\r\n") + 4
             known = self.api.heads.get(data[:at])
             if known is not None and len(data) == at + known.length:
+                if self.timer is not None:
+                    self._time_head(True)
                 self._begin(known.headers, data[at:])
                 return (), False, b""
         found = self.parser.feed_data(data)
+        if data:
+            self._time_head(bool(found[0]))
         if len(found[0]) == 1 and self._is_usual(*found[0][0]) and not found[1] and self._is_idle():
             message, body = found[0][0]
             self.parser.message_consumed()

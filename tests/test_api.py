@@ -70,6 +70,28 @@ def half_sent(api: Process) -> Iterator[socket.socket]:
         yield client
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slow_head(api: Process) -> Iterator[list[float]]:
+    """A client that sends the head of a request byte by byte and never ends it, for as long as it is let; how long it
+    was, in s, once it is over."""
+    lasted: list[float] = []
+
+    def drip() -> None:
+        began = time.monotonic()
+        with connect(api) as client, contextlib.suppress(OSError):
+            client.settimeout(0.2)
+            client.sendall(b"POST /v1/events/trigger HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+            while time.monotonic() - began < 60:
+                client.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    if not client.recv(1000).startswith(b"HTTP/1.1 408"):
+                        break
+        lasted.append(time.monotonic() - began)
+
+    threading.Thread(target=drip, daemon=True).start()
+    yield lasted
+
+
 # -- a client that can do what the usual ones do not -------------------------------------------------------------------
 
 
@@ -1335,6 +1357,12 @@ def test_systemd_sockets_without_systemd_are_told(tmp_path):
 def test_the_client_that_hung_in_its_body_was_answered_and_let_go(api, half_sent):
     with half_sent.makefile("rb") as stream:
         assert read_answer(stream)[0] in (400, 408)
+    assert accepts(api)
+
+
+def test_a_client_that_drips_its_head_was_let_go_after_ten_seconds(api, slow_head):
+    wait_for(lambda: slow_head, 30, "the end of the slow client")
+    assert 9 < slow_head[0] < 30
     assert accepts(api)
 
 
