@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import email.message
 import email.policy
-import grp
 import os
 import pathlib
-import pwd
 import re
 import shutil
 import subprocess
 import tempfile
 
-from conftest import free_port, program, wait_for
+from conftest import free_port, missing, program, wait_for
 from peers import TLS
 
 USER = "Debian-exim"  # who Exim becomes; the package makes it
@@ -132,6 +130,8 @@ class Exim:
 
     def __init__(self) -> None:
         self.program = program("exim4")
+        if os.geteuid() != 0:
+            missing("root, as whom Exim starts,")
         # not in pytest's folder: that one is root's alone, and Exim gives root's rights up
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="digestd-exim-"))
         self.port, self.tls_port = free_port(), free_port()
@@ -147,14 +147,10 @@ class Exim:
         shutil.copy(TLS / "localhost.pem", self.folder / "certificate.pem")
         for name in ("spool", "log"):
             (self.folder / name).mkdir()
-        user = USER if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
-        text = CONFIG.format(folder=self.folder, port=self.port, tls_port=self.tls_port, user=user)
-        self.config.write_text(text)
-        if os.geteuid() == 0:
-            user_id, group_id = pwd.getpwnam(USER).pw_uid, grp.getgrnam(USER).gr_gid
-            # the config stays root's: Exim trusts no other
-            for path in (self.folder, *(path for path in self.folder.iterdir() if path != self.config)):
-                os.chown(path, user_id, group_id)
+        for path in (self.folder, *self.folder.iterdir()):
+            shutil.chown(path, USER, USER)
+        # the config is root's: Exim trusts no other
+        self.config.write_text(CONFIG.format(folder=self.folder, port=self.port, tls_port=self.tls_port, user=USER))
 
     def _listens(self) -> bool:
         said = (self.folder / "console").read_text()
