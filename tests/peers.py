@@ -210,6 +210,7 @@ class MailServer:
             stage: collections.deque(found if isinstance(found, list) else [found]) for stage, found in replies.items()
         }
         self.mails: list[Mail] = []
+        self.hold_at_dot: threading.Event | None = None  # the reply to the dot waits for it
         self.stages: list[str] = []  # every stage that was reached, in order
         self.logins: list[tuple[str, str]] = []
         self.hello: list[str] = []
@@ -290,6 +291,8 @@ class MailServer:
         if self.keep_at_dot:  # the mail is taken, whatever happens to the reply
             self.mails.append(mail)
         reply = await self.play("DOT", server)
+        if self.hold_at_dot is not None:
+            await asyncio.to_thread(self.hold_at_dot.wait, 20)
         if reply is None and not self.keep_at_dot:
             self.mails.append(mail)
         return reply or "250 2.0.0 taken as 4711"
