@@ -10538,11 +10538,16 @@ class Simulation:
         if reply.status == "timeout":
             return result_of(claim, "temporary", "no answer within the timeout")
         code = int(reply.status)
+        if isinstance(claim.sender, MailSettings) and code == 535:
+            return result_of(claim, "temporary", "the login was refused: 535", code, cause="login")
         if isinstance(claim.sender, MailSettings):
             outcome = "sent" if code < 400 else "temporary" if code < 500 else "permanent"
             return result_of(claim, outcome, str(code), code, reply.retry_after_ms)
         outcome, reason = judge_status(code)
-        return result_of(claim, outcome, reason or None, code, reply.retry_after_ms if outcome == "temporary" else None)
+        wait_ms = reply.retry_after_ms if outcome == "temporary" else None
+        service = claim.sender.service if isinstance(claim.sender, WebhookSettings) else None
+        gone = service is not None and code in service.gone and claim.sender.url_from is None
+        return result_of(claim, outcome, reason or None, code, wait_ms, cause="gone" if gone else None)
 
     # -- lines of the timeline -----------------------------------------------------------------------------------------
 
@@ -10724,6 +10729,8 @@ class Simulation:
             if what == "retrying" and state == "failed":
                 what, reason = "failed", job_reason
             until = iso_text(due_at) if what == "retrying" else None
+            if what != "sent" and state == "waiting":  # it waits for its sender, which is disabled
+                what, until, reason = "failed", None, f"{reason}; the sender is disabled, and its messages wait"
             reason = reason if what != "sent" else None
             yield job_id, self._told(what, **self._job_fields(job_id), attempt=number, reason=reason, until=until)
 

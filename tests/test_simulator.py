@@ -82,6 +82,21 @@ def test_replies_may_be_timeouts_and_refusals(play, status):
     assert told[2]["what"] == ("retrying" if status == "timeout" else "failed")
 
 
+@pytest.mark.parametrize(("sender", "status"), [("hook", 410), ("mail", "535")])
+def test_a_sender_that_is_disabled_says_so_and_sends_no_more(play, sender, status):
+    config = BASIC.replace('type = "chat"\nsender = "hook"', f'type = "email"\nsender = "{sender}"')
+    person = {"subscriberId": "s1", "email": "a@example.org"}
+    told = play(
+        config,
+        at("08:00:00", reply={"sender": sender, "status": status}),
+        trigger("09:00:00", "t1", person),
+        trigger("10:00:00", "t2", person),
+        until="2026-03-10T00:00:00Z",
+    )
+    assert [one["what"] for one in told] == ["opened", "closed", "failed", "opened", "closed"]
+    assert "disabled, and its messages wait" in told[2]["reason"] and "until" not in told[2]
+
+
 def test_a_mail_server_answers_with_its_own_codes(play):
     config = BASIC.replace('type = "chat"\nsender = "hook"', 'type = "email"\nsender = "mail"')
     told = play(
