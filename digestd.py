@@ -2091,7 +2091,7 @@ StepId = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-
 class Settings(pydantic.BaseModel):
     """Base of every table of the config: closed, frozen, strict about types."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=False)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=False, defer_build=True)
 
 
 class DaemonSettings(Settings):
