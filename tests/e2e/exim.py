@@ -141,7 +141,11 @@ class Exim:
             [self.program, "-bdf", "-q1m", "-C", str(self.config)], stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             stdout=(self.folder / "console").open("wb"),
         )  # fmt: skip
-        wait_for(self._listens, what="Exim")
+        try:
+            wait_for(self._listens, what="Exim")
+        except BaseException:
+            self.stop()
+            raise
 
     def _fill_folder(self) -> None:
         shutil.copy(TLS / "localhost.pem", self.folder / "certificate.pem")

@@ -69,7 +69,7 @@ class Machine:
         self.groups = [path for kind in ("systemd", "unified") if (path := _cgroup(kind, self.name))]
         self.process = subprocess.Popen(
             [*APART, "sh", "-c", SCRIPT, "sh", self.folder, self.name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.console.open("wb"), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.console.open("ab"), text=True,
             env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}, preexec_fn=self._enter_groups,
         )  # fmt: skip
         try:
@@ -89,8 +89,10 @@ class Machine:
     def _mount(self) -> None:
         assert self.process.stdout
         said = self.process.stdout.readline().strip()
-        if said != "mounted":  # not even said: unshare itself was refused
-            raise Refused(self.console.read_text("utf-8", "replace").strip())
+        if said != "mounted":
+            words = self.console.read_text("utf-8", "replace").strip()
+            # unshare may be refused itself; anything else is a fault
+            raise Refused(words) if said == "refused" or words.startswith("unshare:") else AssertionError(words)
         [self.host] = _children(str(self.process.pid))  # the script, later systemd-nspawn
         self.root = pathlib.Path(f"/proc/{self.host}/root{self.folder}/root")
 
