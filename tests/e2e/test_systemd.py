@@ -138,7 +138,7 @@ def test_the_service_starts_says_so_and_serves(service):
     wait_for(lambda: service.hook.bodies, what="the webhook")
     assert service.told(priority=4) == ""  # nothing to warn of
     pid = service.show("MainPID")
-    assert service.run("ps", "-o", "user=", "-p", pid).stdout.strip() == "digestd"
+    assert service.run("stat", "-c", "%U", f"/proc/{pid}").stdout.strip() == "digestd"
 
 
 def test_the_unit_has_nothing_that_systemd_would_warn_of(service):
@@ -304,7 +304,7 @@ def test_a_killed_daemon_comes_back_and_nothing_is_lost(service):
     assert service.trigger("alone", n=1) == 201
     assert [service.trigger("digested", n=number) for number in range(2)] == [201, 201]
     wait_for(lambda: service.hook.posts, what="the webhook")
-    service.run("kill", "-KILL", pid)
+    service.run("sh", "-c", f"kill -KILL {pid}")
     service.hook.is_open.set()
     wait_for(
         lambda: service.show("MainPID") not in (pid, "0") and service.show("ActiveState") == "active",
@@ -331,7 +331,7 @@ def test_a_loop_that_hangs_is_restarted_and_where_it_hung_is_in_the_journal(serv
     service.start()
     pid = service.show("MainPID")
     assert service.trigger("alone", n=1) == 201
-    service.run("kill", "-USR1", pid)
+    service.run("sh", "-c", f"kill -USR1 {pid}")
     wait_for(lambda: service.show("NRestarts") == "1" and service.show("ActiveState") == "active", what="the restart")
     assert service.show("MainPID") != pid
     assert "Watchdog timeout" in service.told() and "sitecustomize.py" in service.told()
