@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import hmac
 import json
+import threading
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
@@ -244,3 +245,39 @@ def test_half_a_surrogate_pair_in_what_is_told_back_breaks_no_answer(api):
         assert status == 201 and len(answer["data"]["failed"]) == 1
     bulk = b'{"events": [{"name": "nope", "to": "s1", "transactionId": "\\udc00"}]}'
     assert send(api, head("POST", f"{TRIGGER}/bulk", f"Content-Length: {len(bulk)}") + bulk)[0] == 201
+
+
+def test_calls_that_are_sent_again_with_their_key_after_a_kill_are_done_once(tmp_path):
+    """As the SDKs do: no transaction id, one key a call, again and again until there is an answer."""
+    process = Process(tmp_path, WORKFLOWS)
+    calls = [
+        (f"key-{number}", {"name": "comments", "to": f"s{number}", "payload": {"n": number}}) for number in range(400)
+    ]
+    todo, replayed, over = iter(calls), [], threading.Event()
+
+    def work() -> None:
+        for key, body in todo:
+            while True:
+                try:
+                    status, headers, _ = once_more(process, key, body)
+                except (OSError, IndexError, ValueError):
+                    continue  # the daemon is gone, or was in the middle of its answer
+                if status == 201:
+                    replayed.append("idempotency-replay" in headers)
+                    break
+                assert status in (409, 503)
+
+    def kill_now_and_then() -> None:
+        while not over.wait(0.25):
+            process.kill()
+            process.start()
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: work(), range(8)))
+    over.set()
+    killer.join()
+    assert len(replayed) == 400
+    assert process.query("SELECT count(*), count(DISTINCT subscriber_id) FROM events") == [(400, 400)]
+    process.kill()
