@@ -109,7 +109,7 @@ class World:
             digestd.upsert_subscriber(subscriber_id, columns, self.now)
 
     def reply(self, sender: str, *replies: str) -> None:
-        """What the sender's next tries come to: sent, temporary, permanent; otherwise sent."""
+        """What the sender's next tries come to: sent, temporary, permanent, gone; otherwise sent."""
         self.replies.setdefault(sender, []).extend((outcome, outcome) for outcome in replies)
 
     # -- time goes on
@@ -131,7 +131,10 @@ class World:
                 with digestd.transaction():
                     digestd.keep_composed(claim, self.now)
         outcome, reason = (self.replies.get(claim.sender_name) or [("sent", "")]).pop(0)
-        result = claim.result or digestd.result_of(claim, outcome, reason or None)
+        if outcome == "gone":
+            result = claim.result or digestd.result_of(claim, "permanent", "HTTP 410", 410, cause="gone")
+        else:
+            result = claim.result or digestd.result_of(claim, outcome, reason or None)
         self.sent.append((self.now, claim, result))
         with digestd.transaction():
             digestd.record_outcomes(self.config, [digestd.Sent(claim, result)], self.now)

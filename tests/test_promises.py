@@ -121,7 +121,7 @@ SPANS = st.sampled_from(
 )
 SHIFTS = st.sampled_from([0, -1, -LOOK_BACK, -10 * digestd.MINUTE, -digestd.HOUR, digestd.MINUTE, digestd.HOUR])
 PLACES = st.integers(0, 5)  # among those there are, the newest first
-REPLIES = st.lists(st.sampled_from(["temporary", "sent", "permanent"]), max_size=4)
+REPLIES = st.lists(st.sampled_from(["temporary", "sent", "permanent", "gone"]), max_size=4)
 
 
 def may_hold(workflows: list[str]) -> bool:
@@ -149,6 +149,8 @@ def waves(workflows: list[str]) -> st.SearchStrategy[list[list[tuple[Any, ...]]]
         st.tuples(st.just("edge"), st.sampled_from([-1, 0, 1])),
         st.tuples(st.just("tick")),
         st.tuples(st.just("hours"), PEOPLE, st.sampled_from(list(HOURS))),
+        st.tuples(st.just("switch"), st.booleans()),
+        st.tuples(st.just("switch"), st.just(True)),
     ]
     wake = st.tuples(st.just("wake"))
     operation = st.one_of(
@@ -357,6 +359,14 @@ class Play:
     def do_reply(self, replies: list[str]) -> None:
         self.w.reply("hook", *replies)
 
+    def do_switch(self, on: bool) -> None:
+        """Somebody enables the sender, or disables it."""
+        with digestd.transaction():
+            if on:
+                digestd.enable_sender("hook")
+            else:
+                digestd.disable_sender(self.w.config, "hook", "person", "by hand", self.w.now)
+
     def do_begin(self) -> None:
         with digestd.transaction():
             self.in_hand += digestd.tick(self.w.config, self.w.now, self.w.room).claims
@@ -524,6 +534,8 @@ class Play:
     def end(self) -> None:
         """Let time go on until nothing more is planned; then each event has its place, and all is over."""
         self.do("finish")
+        self.w.replies.clear()
+        self.do("switch", True)
         self.do("advance", 120 * digestd.DAY)
         events, windows, runs, joined, jobs, feed = map(
             self.read, ("events", "digests", "runs", "digest_runs", "jobs", "inbox_messages")
