@@ -2091,7 +2091,9 @@ StepId = Annotated[str, pydantic.StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-
 class Settings(pydantic.BaseModel):
     """Base of every table of the config: closed, frozen, strict about types."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=False, defer_build=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, populate_by_name=False, defer_build=True
+    )
 
 
 class DaemonSettings(Settings):
@@ -3004,6 +3006,8 @@ def _doubts(config: Config) -> Iterator[Found]:
     for name, spec in config.repeatables.items():
         for key, words in _repeatable_warnings(config, name, spec):
             yield ["repeatables", name, key], words
+    if (config.api.public_url or "").startswith("http://"):
+        yield ["api", "public_url"], "mail programs unsubscribe at one click by https alone (RFC 8058)"
     for name, sender in config.senders.items():
         if isinstance(sender, SmtpSettings) and sender.tls == "none" and not is_loopback(sender.host):
             yield ["senders", name, "tls"], f"mail to {sender.host} goes without TLS"

@@ -567,6 +567,14 @@ def test_warnings_tell_of_secrets_that_others_can_read(tmp_path):
         assert SECRET not in str(warnings) and 'plain"' not in str(warnings)
 
 
+def test_a_public_url_without_tls_is_a_warning():
+    for scheme, count in (("http", 1), ("https", 0)):
+        found = read(f'[api]\npublic_url = "{scheme}://d.example.org/"\n').warnings
+        assert [warning.path for warning in found] == ["api.public_url"] * count
+    for wrong in ("d.example.org", "ftp://x", "https://x/?a=b", "https://u:p@x/", "https://x/#a", 5):
+        assert places(f"[api]\npublic_url = {json.dumps(wrong)}\n") == [(2, "api.public_url")]
+
+
 def test_mail_in_the_clear_to_another_host_is_a_warning_with_its_line():
     text = '[senders.m]\ntype = "smtp"\nhost = "mx.example.org"\ntls = "none"\nfrom = "a@example.org"\n'
     [warning] = read(text).warnings
