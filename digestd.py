@@ -6274,8 +6274,9 @@ def utf8_size(text: str) -> int:
 def _slack(title: str, text: str, draft: Draft) -> dict[str, Any]:
     sections, rest = [f"*{title}*"], fit(text.strip("\n"), 11_000)
     while rest:
-        part = rest if len(rest) <= 3000 else rest[: rest.rfind("\n", 1, 3000) if "\n" in rest[1:3000] else 2900]
-        part = re.sub(r"&[a-z]{0,4}$", "", part)  # what is escaped stays whole
+        end = rest.rfind("\n", 1, 3000) if len(rest) > 3000 else len(rest)
+        # Where no line ends, a part ends anywhere, but not within what was escaped.
+        part = rest[:end] if end > 0 else re.sub(r"&[a-z]{0,4}$", "", rest[:2900])
         sections.append(part)
         rest = rest[len(part) :].lstrip("\n")
     blocks = [{"type": "section", "text": {"type": "mrkdwn", "text": part}} for part in sections if part.strip()]

@@ -173,6 +173,13 @@ def test_a_tag_that_a_cut_would_leave_open_is_no_tag_any_more():
     assert "<" not in words and "more" in words
 
 
+@pytest.mark.parametrize("line", ["&", "&amp", "&\n", "x&", "<&"])
+@pytest.mark.parametrize("name", digestd.PRESETS)
+def test_a_template_full_of_odd_signs_comes_to_an_end(name, line):
+    body = body_of(name, f"{line}\n" * 9000)
+    assert LIMITS[name](body)
+
+
 def test_a_text_that_is_cut_never_ends_in_the_middle_of_what_was_escaped():
     for size in range(50, 70):
         cut = digestd.fit("x" * 45 + "&amp;&lt;" * 5, size)
