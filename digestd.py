@@ -3114,6 +3114,7 @@ class Store(peewee.SqliteDatabase):
         self.window_names: dict[int, WindowName] = {}  # the same by id, as windows that end are known by it
         self.known_subscribers: set[str] = set()
         self.sender_states: dict[str, str] | None = None  # of those that failed; None: not read yet
+        self.any_choices: bool | None = None  # whether any subscriber turned a channel on or off
         self.seen_version = 0
 
     def keep_window(self, name: WindowName, window_id: int, due_at: int) -> None:
@@ -3136,6 +3137,7 @@ class Store(peewee.SqliteDatabase):
         self.window_names.clear()
         self.known_subscribers.clear()
         self.sender_states = None
+        self.any_choices = None
 
 
 database = Store()
@@ -4067,6 +4069,7 @@ def set_channels(subscriber_id: str, workflow: str, channels: Mapping[str, bool]
         " DO UPDATE SET enabled = excluded.enabled, updated_at = excluded.updated_at",
         [(subscriber_id, workflow, channel, int(is_on), now) for channel, is_on in channels.items()],
     )
+    database.any_choices = None
 
 
 def record_trigger(trigger: Trigger, now: int) -> tuple[TriggerAnswer, list[Event]]:
@@ -5586,6 +5589,16 @@ def why_turned_off(workflow: WorkflowSettings, name: str, subscriber_id: str, ch
     return f"the subscriber turned {channel} off" if chose else f"{channel} is off unless the subscriber turns it on"
 
 
+def why_turned_off_since(config: Config, job: WaitingJob) -> str:
+    """Why the message of a job is not wanted any more: one that waited, for hours or for its sender, may have been
+    turned off meanwhile. '' when it is; no query where nobody ever chose."""
+    if database.any_choices is None:
+        [found] = row("SELECT EXISTS (SELECT 1 FROM preferences)")
+        database.any_choices = bool(found)
+    workflow = config.workflows.get(job.workflow or "") if database.any_choices else None
+    return "" if workflow is None else why_turned_off(workflow, job.workflow or "", job.subscriber_id, job.type)
+
+
 def settle_runs(run_ids: Iterable[int], now: int) -> None:
     """active -> completed, once no step is to come and no job is unfinished."""
     move_all(Run, run_ids, "active", "completed", guard=_IS_OVER, finished_at=now)
@@ -6619,7 +6632,7 @@ def _first_draft(config: Config, job: WaitingJob, now: int, count: int) -> Draft
     """The draft of a job's first try; None where there is nothing to send, and the job has ended with the reason."""
     try:
         draft = load_draft(config, job, now, count)
-        unwanted = why_unwanted(draft)
+        unwanted = why_unwanted(draft) or why_turned_off_since(config, job)
         if unwanted:
             _end_without_sending(config, job, "skipped", unwanted, now)
             return None

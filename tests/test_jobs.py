@@ -726,3 +726,36 @@ def test_what_a_subscriber_chose_goes_with_it(world):
     with digestd.transaction():
         digestd.delete_subscriber("s1", w.now)
     assert w.rows("SELECT * FROM preferences") == [] and outcome_of(w) == ALL
+
+
+def test_what_is_turned_off_while_it_waits_for_the_hours_or_for_its_sender_is_not_sent(world):
+    held = BASIC.replace('sender = "hook"', 'sender = "hook"\noutside = "hold"')
+    w = world(held)
+    office = {"isEnabled": True, "weeklySchedule": {"monday": {"isEnabled": True, "hours": [
+        {"start": "12:00 PM", "end": "01:00 PM"}]}}}  # fmt: skip
+    w.subscriber("s1", schedule=office)
+    w.trigger("comments", "s1", {"postId": 1})
+    w.trigger("comments", "s2", {"postId": 1})
+    with digestd.transaction():
+        digestd.disable_sender(w.config, "hook", "person", "moving", w.now)
+    w.advance("1h")
+    for name in ("s1", "s2"):
+        with digestd.transaction():
+            digestd.set_channels(name, "comments", {"chat": False}, w.now)
+    with digestd.transaction():
+        digestd.enable_sender("hook")
+    w.advance("3h")
+    assert w.sent == [] and w.rows("SELECT state, reason FROM jobs") == [
+        ("skipped", "the subscriber turned chat off"), ("skipped", "the subscriber turned chat off"),
+    ]  # fmt: skip
+
+
+def test_where_nobody_ever_chose_a_message_costs_no_look_at_the_choices(world):
+    w = world()
+    w.trigger("comments", payload={"postId": 1})
+    w.advance("10m")
+    w.trigger("comments", payload={"postId": 1})
+    found = statements(lambda: w.advance("10m"))
+    assert [
+        sql for sql in found if sql.startswith("SELECT") and "FROM preferences" in sql and "FROM runs" not in sql
+    ] == []
