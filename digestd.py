@@ -7078,7 +7078,8 @@ async def _judge_reply(claim: Claim, reply: Any, url: str) -> SendResult:
     if settings.preset is not None:
         outcome, reason, told_ms = judge_chat(settings.preset, reply.status, data)
         wait_ms = max(wait_ms or 0, told_ms or 0) or None
-    words = ": ".join(part for part in (reason, hide_url(short_reply(data), url)) if part)
+    said = hide_headers(hide_url(short_reply(data), url), settings)
+    words = ": ".join(part for part in (reason, said) if part)
     if outcome == "temporary" and reply.headers.get("webhook-delivery", "").strip().lower() == "abort-message":
         return result_of(claim, "permanent", f"the receiver wants no more tries: {words}", reply.status)
     gone = reply.status in settings.service.gone and settings.url_from is None
@@ -7094,6 +7095,16 @@ async def _read_reply(reply: Any, timeout_ms: int) -> bytes:
         async with asyncio.timeout(min(2, timeout_ms / SECOND / 4)):
             data = await reply.content.read(MAX_REPLY)
     return data
+
+
+def hide_headers(text: str, settings: WebhookSettings) -> str:
+    """What the other side said, without the secrets that our headers carry: some answer with all that they got."""
+    hidden = [value.get_secret_value() for value in (*settings.headers.values(), *filter(None, [settings.token]))]
+    for value in hidden:
+        for part in (value, *value.split()):
+            if len(part) >= 6:
+                text = text.replace(part, "…")
+    return text
 
 
 def hide_url(text: str, url: str) -> str:

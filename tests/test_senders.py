@@ -1698,6 +1698,12 @@ def test_headers_of_ones_own_are_sent_and_come_before_ours(receiver):
     assert headers["authorization"] == "Bearer x" and headers["content-type"] == "application/cloudevents+json"
 
 
+def test_an_answer_that_repeats_our_headers_does_not_bring_their_secrets_into_the_reason(receiver):
+    there = receiver(Answer(500, {}, b'{"authorization": "Bearer s3cret-token", "x": "other-key"}'))
+    result = post(there.url(), headers={"Authorization": "Bearer s3cret-token", "X-Key": "other-key"})
+    assert result.outcome == "temporary" and "s3cret" not in result.reason and "other-key" not in result.reason
+
+
 def test_a_receiver_may_end_the_tries_of_one_message(receiver):
     there = receiver(Answer(503, {"webhook-delivery": "abort-message"}))
     result = post(there.url())
