@@ -288,6 +288,7 @@ class SendResult(NamedTuple):
     took_ms: int | None = None
     cause: str | None = None
     at_once: bool = False  # the first time, it may be tried again without a wait
+    enhanced_code: str | None = None  # a mail server's finer one, such as 4.7.1
 
 
 class TickReport(NamedTuple):
@@ -3352,6 +3353,7 @@ class Attempt(Table):
     finished_at = peewee.IntegerField(null=True)
     outcome = peewee.TextField(null=True)
     status_code = peewee.IntegerField(null=True)
+    enhanced_code = peewee.TextField(null=True)
     reason = peewee.TextField(null=True)
     took_ms = peewee.IntegerField(null=True)
 
@@ -7253,9 +7255,9 @@ async def send_mail(line: MailLine, claim: Claim) -> SendResult:
         line.stage = "data"
         code, said = await smtp.data(_body_of(claim))
         line.is_broken = False
-        return result_of(claim, "sent", short_reply(said.encode()), code)
+        return _with_enhanced_code(result_of(claim, "sent", short_reply(said.encode()), code))
     except Exception as error:
-        result = _judge_mail_error(claim, error, line.stage)
+        result = _with_enhanced_code(_judge_mail_error(claim, error, line.stage))
         is_gone = isinstance(error, _disconnected()) or result.status_code == 421
         if is_gone and line.was_connected and line.stage != "data":
             return result._replace(at_once=result.cause is None)
@@ -7264,6 +7266,15 @@ async def send_mail(line: MailLine, claim: Claim) -> SendResult:
                 await asyncio.wait_for(smtp.rset(), 2)
                 line.is_broken = False
         return result
+
+
+_ENHANCED = re.compile(r"(?:^|\b\d{3} )([245]\.\d{1,3}\.\d{1,3})\b", re.ASCII)
+
+
+def _with_enhanced_code(result: SendResult) -> SendResult:
+    """A mail server's result with the finer code (RFC 3463) that stands first in what it said."""
+    found = _ENHANCED.search(result.reason or "")
+    return result._replace(enhanced_code=found[1]) if found else result
 
 
 def _disconnected() -> tuple[type[Exception], ...]:
@@ -7341,7 +7352,7 @@ def send_to_log(claim: Claim) -> SendResult:
 # of active and the end of attempts.
 
 _FINISH_ATTEMPTS = (
-    "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, reason = ?, took_ms = ?"
+    "UPDATE attempts SET finished_at = ?, outcome = ?, status_code = ?, enhanced_code = ?, reason = ?, took_ms = ?"
     " WHERE id IN (SELECT value FROM json_each(?)) AND outcome IS NULL"
 )
 
@@ -7396,7 +7407,7 @@ def _finish_attempts(sent: Iterable[Sent], now: int) -> None:
     """The end of attempts: one statement for all that ended alike, which of lines of the log is all."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for claim, result in sent:
-        facts = (result.outcome, result.status_code, result.reason, result.took_ms)
+        facts = (result.outcome, result.status_code, result.enhanced_code, result.reason, result.took_ms)
         alike.setdefault(facts, []).append(claim.attempt_id)
     for facts, attempt_ids in alike.items():
         execute(_FINISH_ATTEMPTS, now, *facts, json.dumps(attempt_ids))

@@ -226,6 +226,7 @@ CREATE TABLE attempts (                 -- one row per try, written before the s
     outcome         TEXT CHECK
                         (outcome = 'sent' OR outcome = 'temporary' OR outcome = 'permanent' OR outcome = 'interrupted'),
     status_code     INTEGER,            -- HTTP status or SMTP reply code
+    enhanced_code   TEXT,               -- a mail server's finer one, such as 4.7.1
     reason          TEXT,               -- what the other side said, or what went wrong
     took_ms         INTEGER,
     UNIQUE (job_id, number),
@@ -342,7 +343,7 @@ ORDER BY j.id DESC;
 -- What did the other side say, each time? Newest first.
 CREATE VIEW v_attempts AS
 SELECT a.id, a.job_id AS job, a.number, j.sender, strftime('%Y-%m-%d %H:%M:%S', a.started_at / 1000, 'unixepoch') AS started_utc,
-       a.took_ms, coalesce(a.outcome, 'under way') AS outcome, a.status_code, a.reason
+       a.took_ms, coalesce(a.outcome, 'under way') AS outcome, a.status_code, a.enhanced_code, a.reason
 FROM attempts a JOIN jobs j ON j.id = a.job_id
 ORDER BY a.id DESC;
 

@@ -1931,6 +1931,26 @@ def test_a_server_that_hangs_up_on_a_new_connection_asks_for_one_more_try_at_onc
     assert not mail(smtp(mail_server(**{stage: "451 4.7.1 greylisted"})), text="x").at_once
 
 
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("451 4.7.1 greylisted", "4.7.1"),
+        ("550 5.1.1 no such user", "5.1.1"),
+        ("450 busy", None),
+        ("451 14.7.1 x", None),
+    ],
+)
+def test_the_finer_code_of_a_mail_server_is_kept_beside_the_other(live, mail_server, reply, code):
+    server = mail_server(RCPT=reply)
+    w = live(mail_config(server.port))
+    w.trigger("comments", ANN, {"postId": 1})
+    w.advance("10m")
+    assert w.one("SELECT status_code, enhanced_code FROM attempts WHERE number = 1") == (int(reply[:3]), code)
+    w.advance("1h")
+    if code == "4.7.1":
+        assert w.one("SELECT status_code, enhanced_code FROM v_attempts WHERE number = 2") == (250, "2.0.0")
+
+
 def test_a_full_mailbox_is_given_its_time(mail_server):
     assert mail(smtp(mail_server(RCPT="552 5.2.2 mailbox full")), text="x").outcome == "temporary"
     assert mail(smtp(mail_server(RCPT="550 5.2.1 mailbox disabled")), text="x").outcome == "permanent"
